@@ -1,0 +1,52 @@
+"""cuDNN's fused attention through JAX, with its limits checked before it is called."""
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas import dispatch
+
+
+def why_not(*arrays: jax.Array, window: int | None) -> str | None:
+    """Reason why cuDNN does not take attention's arguments, or None."""
+    del window
+    q_BTHK = arrays[0]
+    reason = dispatch.why_not_gpu()
+    if reason is not None:
+        return reason
+    head_size, largest = q_BTHK.shape[-1], _largest_head_size()
+    if q_BTHK.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"cuDNN takes bfloat16 and float16 and the arrays are {q_BTHK.dtype}"
+    if head_size % 8:
+        return f"cuDNN needs a head size that 8 divides and it is {head_size}"
+    if head_size > largest:
+        return f"cuDNN takes head sizes up to {largest} on this GPU and it is {head_size}"
+    return None
+
+
+def attention(
+    q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, *, window: int | None
+) -> jax.Array:
+    """As reference.attention. Its gradient is not deterministic (atomics) unless XLA is told so."""
+    length = q_BTHK.shape[1]
+    if length % 2:
+        # Training is refused for odd lengths. No real query sees the added key: it comes later.
+        q_BTHK, k_BTGK, v_BTGK = (
+            jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q_BTHK, k_BTGK, v_BTGK)
+        )
+    out_BTHK = jax.nn.dot_product_attention(
+        q_BTHK,
+        k_BTGK,
+        v_BTGK,
+        is_causal=True,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation="cudnn",
+    )
+    return out_BTHK[:, :length]
+
+
+def _largest_head_size() -> int:
+    """256 from Hopper on, 128 before, as jax._src.cudnn checks it (on the attached device)."""
+    device = jax.local_devices()[0]
+    if device.platform != "gpu":
+        return 128
+    return 256 if float(device.compute_capability) >= 9.0 else 128

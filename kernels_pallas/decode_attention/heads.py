@@ -1,0 +1,130 @@
+"""Online softmax of one group's query heads inside the decode kernel, in two forms.
+
+Both keep, per query head, (values weighted so far, running maximum, running sum) in fp32.
+M is query heads per key/value head; the group's key and value tiles are [block, lanes].
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import triton as plt
+
+MASKED = -1e30
+
+type HeadState = tuple[jax.Array, jax.Array, jax.Array]
+
+
+class VectorHeads:
+    """One head after another on the vector units: best for few heads, where memory is the limit."""
+
+    def __init__(self, q_ref: Any, M: int, K: int) -> None:
+        self.lanes = q_ref.shape[-1]
+        self.lane_ok = None if self.lanes == K else jnp.arange(self.lanes) < K
+        self.queries = [
+            load(q_ref.at[jnp.int32(m), :], self.lane_ok).astype(jnp.float32) * K**-0.5
+            for m in range(M)
+        ]
+
+    def empty(self) -> tuple[HeadState, ...]:
+        """State before the first key."""
+        none = jnp.zeros((self.lanes,), jnp.float32), jnp.float32(MASKED), jnp.float32(0.0)
+        return tuple(none for _ in self.queries)
+
+    def attend(
+        self, state: tuple[HeadState, ...], k: jax.Array, v: jax.Array, ok: jax.Array
+    ) -> tuple[HeadState, ...]:
+        """Adds a tile of keys, of which those with `ok` count."""
+        k, v = k.astype(jnp.float32), v.astype(jnp.float32)
+        heads = []
+        for q, (out, top, total) in zip(self.queries, state, strict=True):
+            score = jnp.where(ok, jnp.sum(k * q[None, :], axis=-1), MASKED)
+            new_top = jnp.maximum(top, jnp.max(score))
+            keep = jnp.exp(top - new_top)
+            # With every key masked the difference is 0 and exp gives 1: hence the second where.
+            p = jnp.where(ok, jnp.exp(score - new_top), 0.0)
+            out = out * keep + jnp.sum(p[:, None] * v, axis=0)
+            heads.append((out, new_top, total * keep + jnp.sum(p)))
+        return tuple(heads)
+
+    def attend_new(
+        self, state: tuple[HeadState, ...], k: jax.Array, v: jax.Array, ok: Any
+    ) -> tuple[HeadState, ...]:
+        """Adds one key [lanes], if `ok`."""
+        k, v = k.astype(jnp.float32), v.astype(jnp.float32)
+        heads = []
+        for q, (out, top, total) in zip(self.queries, state, strict=True):
+            score = jnp.where(ok, jnp.sum(k * q), MASKED)
+            new_top = jnp.maximum(top, score)
+            keep = jnp.exp(top - new_top)
+            p = jnp.where(ok, jnp.exp(score - new_top), 0.0)
+            heads.append((out * keep + p * v, new_top, total * keep + p))
+        return tuple(heads)
+
+    def write(self, refs: list[Any], state: tuple[HeadState, ...]) -> None:
+        """Stores the normalized output and, when there is a second ref, the log of the sum."""
+        out_ref, *log_sum_refs = refs
+        for m, (out, top, total) in enumerate(state):
+            out, log_sum = _finish(out, top, total, total)
+            plt.store(out_ref.at[jnp.int32(m), :], out.astype(out_ref.dtype), mask=self.lane_ok)
+            for ref in log_sum_refs:
+                ref[m] = log_sum
+
+
+class DotHeads:
+    """All heads of the group at once on the tensor cores; rows beyond M are padding."""
+
+    def __init__(self, q_ref: Any, M: int, K: int) -> None:
+        rows, lanes = q_ref.shape
+        self.row_ok = jnp.arange(rows) < M
+        self.ok = self.row_ok[:, None] & (jnp.arange(lanes) < K)[None, :]
+        self.q = load(q_ref, self.ok)
+        self.scale = K**-0.5
+
+    def empty(self) -> HeadState:
+        """State before the first key."""
+        rows, lanes = self.q.shape
+        top = jnp.full((rows,), MASKED, jnp.float32)
+        return jnp.zeros((rows, lanes), jnp.float32), top, jnp.zeros((rows,), jnp.float32)
+
+    def attend(self, state: HeadState, k: jax.Array, v: jax.Array, ok: jax.Array) -> HeadState:
+        """Adds a tile of keys, of which those with `ok` count."""
+        out, top, total = state
+        score = plt.dot(self.q, k, trans_b=True) * self.scale
+        score = jnp.where(ok[None, :], score, MASKED)
+        new_top = jnp.maximum(top, jnp.max(score, axis=-1))
+        keep = jnp.exp(top - new_top)
+        p = jnp.where(ok[None, :], jnp.exp(score - new_top[:, None]), 0.0)
+        out = out * keep[:, None] + plt.dot(p.astype(v.dtype), v)
+        return out, new_top, total * keep + jnp.sum(p, axis=-1)
+
+    def attend_new(self, state: HeadState, k: jax.Array, v: jax.Array, ok: Any) -> HeadState:
+        """Adds one key [lanes], if `ok`."""
+        out, top, total = state
+        k, v = k.astype(jnp.float32), v.astype(jnp.float32)
+        score = jnp.sum(self.q.astype(jnp.float32) * k[None, :], axis=-1) * self.scale
+        score = jnp.where(ok, score, MASKED)
+        new_top = jnp.maximum(top, score)
+        keep = jnp.exp(top - new_top)
+        p = jnp.where(ok, jnp.exp(score - new_top), 0.0)
+        return out * keep[:, None] + p[:, None] * v[None, :], new_top, total * keep + p
+
+    def write(self, refs: list[Any], state: HeadState) -> None:
+        """Stores the normalized output and, when there is a second ref, the log of the sum."""
+        out_ref, *log_sum_refs = refs
+        out, top, total = state
+        out, log_sum = _finish(out, top, total, total[:, None])
+        plt.store(out_ref, out.astype(out_ref.dtype), mask=self.ok)
+        for ref in log_sum_refs:
+            plt.store(ref, log_sum, mask=self.row_ok)
+
+
+def load(ref: Any, mask: jax.Array | None) -> jax.Array:
+    """Loads a ref, with zeros where the mask is False."""
+    return ref[...] if mask is None else plt.load(ref, mask=mask, other=0.0)
+
+
+def _finish(out, top, total, divisor):
+    """(out / divisor, log of the sum of exponentials); a split without keys has out 0."""
+    log_sum = jnp.where(total > 0.0, top + jnp.log(jnp.where(total > 0.0, total, 1.0)), MASKED)
+    return out / jnp.where(divisor > 0.0, divisor, 1.0), log_sum

@@ -1,0 +1,57 @@
+"""How the decode kernel is cut into programs: measured choices, and the arithmetic behind them."""
+
+from dataclasses import dataclass
+
+STREAMING_MULTIPROCESSORS = 132  # H100 and H200; only a target for the number of programs
+SMALLEST_DOT = 16  # rows of a tensor-core instruction
+
+
+def next_power_of_2(n: int) -> int:
+    """Smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """One way to run the kernel.
+
+    block: cached positions read at a time (power of two).
+    num_warps: warps of a program (power of two).
+    num_splits: programs that share one row and key/value head; more than one adds a small reduction.
+    use_dot: all query heads of a group at once on the tensor cores, in place of one after another
+      on the vector units.
+    """
+
+    block: int
+    num_warps: int
+    num_splits: int
+    use_dot: bool
+
+    def __post_init__(self) -> None:
+        for name, value in (("block", self.block), ("num_warps", self.num_warps)):
+            if value < 1 or value != next_power_of_2(value):
+                raise ValueError(f"Tiling.{name}={value}: use a power of two")
+        if self.num_splits < 1:
+            raise ValueError(f"Tiling.num_splits={self.num_splits}: use at least 1")
+        if self.use_dot and self.block < SMALLEST_DOT:
+            raise ValueError(f"Tiling.block={self.block} with use_dot: use {SMALLEST_DOT} or more")
+
+
+def choose(
+    batch: int, kv_heads: int, heads_per_group: int, head_size: int, cached: int, window: int | None
+) -> Tiling:
+    """The tiling for these shapes.
+
+    One warp that reads 32 positions of 64 numbers was the fastest for one query head a group; a
+    wider head keeps the numbers per thread. At 4 query heads a group the vector units would need
+    more instructions for a loaded number than the memory's speed leaves them.
+    """
+    use_dot = heads_per_group >= 4
+    if use_dot:
+        block, num_warps, programs_per_sm = 64, 4, 4
+    else:
+        block, num_warps, programs_per_sm = 32, max(1, next_power_of_2(head_size) // 64), 8
+    live = cached if window is None else min(cached, window)
+    wanted = STREAMING_MULTIPROCESSORS * programs_per_sm // (batch * kv_heads)
+    most = max(1, live // (2 * block))
+    return Tiling(block, num_warps, min(max(1, wanted), most), use_dot)

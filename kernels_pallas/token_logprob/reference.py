@@ -1,0 +1,23 @@
+"""Log-probability and entropy of tokens from all logits at once: the meaning of the chunked form."""
+
+import jax
+import jax.numpy as jnp
+
+
+def token_logprob(
+    hidden_ND: jax.Array,
+    unembed_VD: jax.Array,
+    targets_N: jax.Array,
+    *,
+    valid_vocab: int,
+    chunk: int,
+    temperature: float,
+) -> tuple[jax.Array, jax.Array]:
+    """(logprob_N, entropy_N), fp32; `chunk` has no effect. Padded columns are cut off."""
+    del chunk
+    logits_NV = jnp.einsum(
+        "ND,VD->NV", hidden_ND, unembed_VD[:valid_vocab], preferred_element_type=jnp.float32
+    )
+    logprobs_NV = jax.nn.log_softmax(logits_NV / temperature, axis=-1)
+    logprob_N = jnp.take_along_axis(logprobs_NV, targets_N[:, None], axis=-1, mode="clip")[:, 0]
+    return logprob_N, -jnp.sum(jnp.exp(logprobs_NV) * logprobs_NV, axis=-1)

@@ -1,0 +1,72 @@
+"""What one parameter is: shape, logical axes and initialiser, declared once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+LogicalAxis = Literal["vocab", "qkv", "heads", "mlp"] | None
+Initializer = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """Shape, logical axes (one per dimension) and initialiser of a parameter.
+
+    `decay` says whether weight decay applies (matrices yes, biases and norms no). `rows` is the
+    number of real rows: what the first dimension has beyond it is padding, and zero.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[LogicalAxis, ...]
+    init: Initializer
+    decay: bool = True
+    rows: int | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.axes):
+            raise ValueError(f"shape {self.shape} and axes {self.axes} differ in length")
+
+    def initialize(self, key: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """Initial values of the real rows, zeros in the padding."""
+        value = self.init(key, self.shape, dtype)
+        if self.rows is None or self.rows == self.shape[0]:
+            return value
+        row = jnp.arange(self.shape[0]).reshape(-1, *[1] * (len(self.shape) - 1))
+        return jnp.where(row < self.rows, value, jnp.zeros((), dtype))
+
+
+def normal(stddev: float) -> Initializer:
+    """Values from a normal distribution of mean 0."""
+
+    def init(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+        return (stddev * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+    return init
+
+
+def constant(value: float) -> Initializer:
+    """The same value everywhere."""
+
+    def init(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+        del key
+        return jnp.full(shape, value, dtype)
+
+    return init
+
+
+def sinusoids(stddev: float, offset: int) -> Initializer:
+    """Rows of sines and cosines of falling frequency; row `offset` is position 0."""
+
+    def init(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+        del key
+        rows, width = shape
+        position = (jnp.arange(rows) - offset)[:, None]
+        frequency = 10000.0 ** (-jnp.arange(width // 2) * 2.0 / width)[None, :]
+        angle = position * frequency
+        waves = jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=1)
+        return (stddev * 2**0.5 * waves).astype(dtype)
+
+    return init

@@ -1,0 +1,312 @@
+"""Times every kernel on the present device, beside its plain form, after checking it against it.
+
+    python scripts/bench_kernels.py                          all kernels, real models' shapes
+    python scripts/bench_kernels.py --only decode_attention --cases opt-1.3b
+    python scripts/bench_kernels.py --sweep --cases B64      tilings of the decode kernel, best first
+    python scripts/bench_kernels.py --tiny                   small shapes, kernels interpreted (CPU)
+
+Columns: milliseconds a call (best of --repeats), what that is in TB/s (decode: keys and values that
+have to be read) or TFLOP/s, its share of the card's measured ceiling, milliseconds of the plain
+form, and the largest difference from it relative to the plain result's largest entry. Decode calls
+run over several caches in turn, so that the card's cache does not hold them.
+"""
+
+import argparse
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kernels_pallas import cases, dispatch
+from kernels_pallas.attention.api import attention
+from kernels_pallas.decode_attention import pallas, tiling
+from kernels_pallas.decode_attention.api import decode_attention
+from kernels_pallas.token_logprob.api import token_logprob
+
+# Measured ceilings (bytes/s, FLOP/s) by device kind; other devices get no share.
+CEILINGS = {"NVIDIA H200": (4.3e12, 790e12)}
+CACHES_BYTES = 2**28  # several times the card's cache
+LARGEST_ERROR = {"bfloat16": 2e-2, "float32": 2e-3}  # fp32 products may run in TF32
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    name: str
+    seconds: float
+    work: float
+    unit: str
+    plain_seconds: float | None
+    error: float
+
+    def text(self) -> str:
+        memory, compute = CEILINGS.get(jax.devices()[0].device_kind, (None, None))
+        ceiling = memory if self.unit == "TB/s" else compute
+        rate = self.work / self.seconds
+        share = f"{rate / ceiling:6.2f}" if ceiling else "     -"
+        plain = "       -" if self.plain_seconds is None else f"{self.plain_seconds * 1e3:8.3f}"
+        return (
+            f"{self.name:62s} {self.seconds * 1e3:8.3f} {rate / 1e12:8.3f} {self.unit:8s} {share} "
+            f"{plain} {self.error:9.1e}"
+        )
+
+
+HEADER = (
+    f"{'case':62s} {'ms':>8s} {'rate':>8s} {'unit':8s} {'share':>6s} {'plain ms':>8s} {'error':>9s}"
+)
+
+
+def seconds(run: Callable[[], Any], repeats: int, calls: int) -> float:
+    """Best time of one call of `calls` started back to back, after one call to compile."""
+    jax.block_until_ready(run())
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for _ in range(calls):
+            out = run()
+        jax.block_until_ready(out)
+        best = min(best, (time.perf_counter() - start) / calls)
+    return best
+
+
+def difference(got: Any, want: Any, dtype: Any, name: str) -> float:
+    """Largest difference over all arrays, relative to each array's largest entry."""
+    worst = 0.0
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        worst = max(worst, float(jnp.max(jnp.abs(a - b)) / jnp.maximum(jnp.max(jnp.abs(b)), 1e-6)))
+    allowed = LARGEST_ERROR[jnp.dtype(dtype).name]
+    if not worst <= allowed:
+        raise SystemExit(f"{name}: differs from the plain form by {worst:.1e}, allowed {allowed}")
+    return worst
+
+
+def normal(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Standard normal numbers on the device."""
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+def attention_rows(case: cases.AttentionCase, args: argparse.Namespace) -> Iterator[Row]:
+    """Forward, and forward with backward. FLOPs count the visible half only, backward 2.5 times."""
+    B, T, H, G, K = case.batch, case.length, case.query_heads, case.kv_heads, case.head_size
+    qkv = [normal(i, (B, T, n, K), args.dtype) for i, n in enumerate((H, G, G))]
+    weight = normal(3, (B, T, H, K), args.dtype)
+
+    def forward(implementation):
+        return jax.jit(
+            functools.partial(attention, window=case.window, implementation=implementation)
+        )
+
+    def both(implementation):
+        def loss(q, k, v):
+            out = forward(implementation)(q, k, v)
+            return jnp.sum(out.astype(jnp.float32) * weight.astype(jnp.float32))
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+
+    window = T if case.window is None else min(case.window, T)
+    visible = T * window - window * (window - 1) / 2
+    for suffix, function, factor in ((" forward", forward, 1.0), (" forward+backward", both, 3.5)):
+        name = f"attention/{case.name}{suffix}"
+        got, want = function(None), function("reference")
+        error = difference(got(*qkv), want(*qkv), args.dtype, name)
+        plain = seconds(lambda f=want: f(*qkv), args.repeats, args.calls)
+        fast = seconds(lambda f=got: f(*qkv), args.repeats, args.calls)
+        yield Row(name, fast, factor * 4 * B * H * K * visible, "TFLOP/s", plain, error)
+
+
+def token_logprob_rows(case: cases.TokenLogprobCase, args: argparse.Namespace) -> Iterator[Row]:
+    """Values, and values with gradients (which compute the logits a second time)."""
+    N, D, V = case.tokens, case.width, case.vocab
+    hidden, unembed = normal(0, (N, D), args.dtype), normal(1, (V, D), args.dtype) * 0.05
+    targets = jax.random.randint(jax.random.key(2), (N,), 0, case.valid_vocab)
+    inputs = hidden, unembed.astype(args.dtype), targets
+
+    def value(implementation):
+        return jax.jit(
+            functools.partial(
+                token_logprob,
+                valid_vocab=case.valid_vocab,
+                chunk=case.chunk,
+                temperature=case.temperature,
+                implementation=implementation,
+            )
+        )
+
+    def both(implementation):
+        def loss(hidden, unembed, targets):
+            logprob, entropy = value(implementation)(hidden, unembed, targets)
+            return jnp.sum(logprob) + 0.1 * jnp.sum(entropy)
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))
+
+    for suffix, function, factor in ((" value", value, 1), (" value+gradient", both, 4)):
+        name = f"token_logprob/{case.name}{suffix}"
+        got, want = function(None), function("reference")
+        error = difference(got(*inputs), want(*inputs), args.dtype, name)
+        plain = seconds(lambda f=want: f(*inputs), args.repeats, args.calls)
+        fast = seconds(lambda f=got: f(*inputs), args.repeats, args.calls)
+        yield Row(name, fast, factor * 2.0 * N * D * V, "TFLOP/s", plain, error)
+
+
+class DecodeBench:
+    """The arrays of one decode case, and the timing of any implementation of the step."""
+
+    def __init__(self, case: cases.DecodeCase, args: argparse.Namespace) -> None:
+        self.case, self.args = case, args
+        B, S, H, G, K = case.batch, case.cached, case.query_heads, case.kv_heads, case.head_size
+        self.positions_B = jnp.asarray(case.row_positions(), jnp.int32)
+        self.q, self.k, self.v = (normal(i, (B, n, K), args.dtype) for i, n in enumerate((H, G, G)))
+        size = 2 * B * G * S * K * jnp.dtype(args.dtype).itemsize
+        self.num_caches = 1 if args.tiny else min(32, max(2, -(-CACHES_BYTES // size)))
+        read = [max(0, p + 1) if p < S else 0 for p in case.row_positions()]
+        read = [n if case.window is None else min(n, case.window) for n in read]
+        self.bytes_read = 2.0 * sum(read) * G * K * jnp.dtype(args.dtype).itemsize
+
+    def caches(self, number: int) -> list[tuple[jax.Array, jax.Array]]:
+        B, S, G, K = (getattr(self.case, n) for n in ("batch", "cached", "kv_heads", "head_size"))
+        shape = (B, G, S, K)
+        return [
+            (normal(5 + 2 * i, shape, self.args.dtype), normal(6 + 2 * i, shape, self.args.dtype))
+            for i in range(number)
+        ]
+
+    def step(self, **plan: Any) -> Callable[..., Any]:
+        """The api with `implementation=`, or the kernel with `tiling=`."""
+        if "tiling" in plan:
+            interpret = dispatch.target_platform() != "gpu"
+            function = functools.partial(pallas.decode_attention, interpret=interpret, **plan)
+        else:
+            function = functools.partial(decode_attention, **plan)
+        return functools.partial(function, window=self.case.window)
+
+    def error(self, name: str, **plan: Any) -> float:
+        """Output and both caches against the plain form."""
+        (k_cache, v_cache), inputs = self.caches(1)[0], (self.q, self.k, self.v, self.positions_B)
+        got = jax.jit(self.step(**plan))(*inputs, k_cache, v_cache)
+        want = jax.jit(self.step(implementation="reference"))(*inputs, k_cache, v_cache)
+        active = (self.positions_B >= 0) & (self.positions_B < self.case.cached)
+        got, want = ((jnp.where(active[:, None, None], o, 0), *c) for o, *c in (got, want))
+        return difference(got, want, self.args.dtype, name)
+
+    def seconds(self, **plan: Any) -> float:
+        """Seconds of one step, inside a loop over donated caches as generation runs it."""
+        step, rounds = self.step(**plan), self.args.rounds
+
+        def loop(q, k, v, positions_B, caches):
+            def one_round(_, carry):
+                q, caches = carry
+                new = []
+                for k_cache, v_cache in caches:
+                    out, k_cache, v_cache = step(q, k, v, positions_B, k_cache, v_cache)
+                    new.append((k_cache, v_cache))
+                    q = q + out * 0.01  # each step waits for the one before
+                return q, new
+
+            return lax.fori_loop(0, rounds, one_round, (q, caches))
+
+        run = jax.jit(loop, donate_argnums=(4,))
+        caches = self.caches(self.num_caches)
+
+        def once() -> jax.Array:
+            nonlocal caches
+            out, caches = run(self.q, self.k, self.v, self.positions_B, caches)
+            return out
+
+        return seconds(once, self.args.repeats, 1) / (rounds * self.num_caches)
+
+
+def decode_rows(case: cases.DecodeCase, args: argparse.Namespace) -> Iterator[Row]:
+    """The implementation that the api picks (with --tiny: the interpreted kernel)."""
+    bench, name = DecodeBench(case, args), f"decode_attention/{case.name}"
+    implementation = "interpret" if args.tiny and dispatch.target_platform() != "gpu" else None
+    error = bench.error(name, implementation=implementation)
+    plain = bench.seconds(implementation="reference")
+    fast = bench.seconds(implementation=implementation)
+    yield Row(name, fast, bench.bytes_read, "TB/s", plain, error)
+
+
+def sweep_rows(case: cases.DecodeCase, args: argparse.Namespace) -> Iterator[Row]:
+    """Every tiling of the command line, fastest first; the chosen one is marked."""
+    bench = DecodeBench(case, args)
+    heads_per_group = case.query_heads // case.kv_heads
+    chosen = tiling.choose(
+        case.batch, case.kv_heads, heads_per_group, case.head_size, case.cached, case.window
+    )
+    dots = {"auto": (chosen.use_dot,), "both": (False, True)}[args.dot]
+    grid = itertools.product(args.blocks, args.warps, args.splits, dots)
+    plans = {tiling.Tiling(*plan): None for plan in grid} | {chosen: None}
+    rows = []
+    for plan in plans:
+        form = "dot" if plan.use_dot else "vector"
+        mark = " <- chosen" if plan == chosen else ""
+        name = (
+            f"{case.name} block {plan.block} warps {plan.num_warps} splits {plan.num_splits} "
+            f"{form}{mark}"
+        )
+        try:
+            error = bench.error(name, tiling=plan)
+            rows.append(
+                Row(name, bench.seconds(tiling=plan), bench.bytes_read, "TB/s", None, error)
+            )
+        except jax.errors.JaxRuntimeError as failure:
+            print(f"{name}: does not compile: {str(failure).splitlines()[0][:120]}", flush=True)
+    yield from sorted(rows, key=lambda row: row.seconds)[: args.top]
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    kernels = ("attention", "decode_attention", "token_logprob")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--only", nargs="+", choices=kernels, default=kernels)
+    parser.add_argument("--cases", default="", help="only cases whose name contains this")
+    parser.add_argument("--tiny", action="store_true", help="the tests' shapes; runs on a CPU")
+    parser.add_argument("--dtype", choices=sorted(LARGEST_ERROR), default="bfloat16")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--calls", type=int, default=10, help="calls started back to back")
+    parser.add_argument("--rounds", type=int, default=20, help="decode: rounds over the caches")
+    parser.add_argument("--sweep", action="store_true", help="tilings of the decode kernel")
+    parser.add_argument("--blocks", type=int, nargs="+", default=[16, 32, 64, 128])
+    parser.add_argument("--warps", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--splits", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--dot", choices=("auto", "both"), default="both")
+    parser.add_argument("--top", type=int, default=8, help="rows shown for each swept case")
+    args = parser.parse_args()
+    if args.tiny:
+        args.repeats, args.calls, args.rounds = 1, 1, 1
+    return args
+
+
+def main() -> None:
+    args = parse()
+    device = jax.devices()[0]
+    print(f"{device.device_kind}, jax {jax.__version__}, {args.dtype}\n{HEADER}")
+    tables: dict[str, tuple[Any, Any, Any]] = {
+        "attention": (attention_rows, cases.ATTENTION_TESTS, cases.ATTENTION_BENCHMARKS),
+        "decode_attention": (decode_rows, cases.DECODE_TESTS, cases.DECODE_BENCHMARKS),
+        "token_logprob": (
+            token_logprob_rows,
+            cases.TOKEN_LOGPROB_TESTS,
+            cases.TOKEN_LOGPROB_BENCHMARKS,
+        ),
+    }
+    if args.sweep:
+        tables = {"decode_attention": (sweep_rows, *tables["decode_attention"][1:])}
+    for kernel, (rows, small, large) in tables.items():
+        if kernel not in args.only:
+            continue
+        for case in small if args.tiny else large:
+            if args.cases in case.name:
+                for row in rows(case, args):
+                    print(row.text(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

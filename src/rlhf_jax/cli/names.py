@@ -1,0 +1,92 @@
+"""What a name means: the field that it sets, given which stages run."""
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+from rlhf_jax.cli.deepspeed_names import NOT_NEEDED, NOT_YET, RENAMED, Target
+from rlhf_jax.cli.fields import config_fields, flag_of
+from rlhf_jax.cli.tokens import Given
+from rlhf_jax.stages.config import STAGE_NUMBERS, StageName, TrainConfig
+
+FIELDS = config_fields(TrainConfig())
+"""Every field of the config; the values are those of no recipe."""
+
+OWN_FLAGS = {
+    "recipe": "the settings that all flags change",
+    "config": "a YAML file, read before the flags",
+    "deployment_type": "single_gpu, single_node or multi_node",
+}
+"""Flags that are not fields of the config."""
+
+NAMES: dict[str, Target] = {path: Target(path) for path in (*FIELDS, *OWN_FLAGS)} | RENAMED
+
+
+def resolve_name(given: Given, stages: Sequence[StageName]) -> tuple[str, bool]:
+    """The key in NAMES for what was given, and whether it was negated (`--ppo.no-train-eos`).
+
+    A name without a stage in front belongs to the only stage that has it, or else to the only
+    running one that has it.
+
+    Raises:
+        ValueError: unknown; or several running stages have it, or none of those that have it runs.
+    """
+    negated = _positive(given.name)
+    for name, negative in ((given.name, False), (negated, True)):
+        owners = [name] if name in NAMES else [full for full in NAMES if _leaf(full) == name]
+        if len(owners) > 1:
+            owners = [_running_owner(given, owners, stages)]
+        if owners:
+            return owners[0], negative
+    raise ValueError(_unknown(given))
+
+
+def _positive(name: str) -> str:
+    """`ppo.no_train_eos` as `ppo.train_eos`; empty where nothing is negated."""
+    parent, dot, leaf = name.rpartition(".")
+    return f"{parent}{dot}{leaf.removeprefix('no_')}" if leaf.startswith("no_") else ""
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _running_owner(given: Given, owners: list[str], stages: Sequence[StageName]) -> str:
+    running = [owner for owner in owners if owner.partition(".")[0] in stages]
+    if len(running) == 1:
+        return running[0]
+    if running:
+        raise ValueError(
+            f"{given.label} could mean each of {_spelled(running, given)}, since "
+            f"{_steps(stages)}: give the full name, or run one stage (--step)"
+        )
+    similar = [
+        path
+        for path in FIELDS
+        if path.partition(".")[0] in stages and path.endswith(f"_{_leaf(given.name)}")
+    ]
+    hint = f". It has {_spelled(similar, given)}" if similar else ""
+    raise ValueError(
+        f"{given.label} belongs to {_spelled(owners, given)}, but {_steps(stages)}{hint}"
+    )
+
+
+def _steps(stages: Sequence[StageName]) -> str:
+    numbers = [number for number, stage in STAGE_NUMBERS.items() if stage in stages]
+    if len(numbers) == 1:
+        return f"only step {numbers[0]} runs"
+    return f"steps {', '.join(map(str, numbers[:-1]))} and {numbers[-1]} run"
+
+
+def _spelled(names: Sequence[str], given: Given) -> str:
+    return ", ".join(name if given.file else flag_of(name) for name in names)
+
+
+def _unknown(given: Given) -> str:
+    kind = f"unknown flag {given.label}"
+    if given.file:
+        kind = f"{given.file}: unknown key {given.name}"
+    everything = [*NAMES, *(_leaf(name) for name in NAMES), *NOT_NEEDED, *NOT_YET]
+    near = get_close_matches(given.name, everything, n=1, cutoff=0.6)
+    if not near:
+        return f"{kind}: --help lists all flags, docs/flags.md DeepSpeed-Chat's"
+    return f"{kind}: did you mean {_spelled(near, given)}?"

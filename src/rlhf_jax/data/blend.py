@@ -1,0 +1,193 @@
+"""Which rows each stage gets: several sources, split among the stages, as DeepSpeed-Chat does it.
+
+Its rule (`dschat/utils/data/data_utils.py`): each source is permuted and cut by `data_split`, one
+part a stage; the parts of several sources are concatenated and permuted once more. Sizes are
+natural, there are no weights. Equal seeds give equal rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from rlhf_jax.data.records import Record, Stage
+from rlhf_jax.data.sources import QUICKSTART, Source, load_source
+
+STAGE_INDEX: dict[Stage, int] = {"sft": 0, "reward": 1, "ppo": 2}
+"""Which part of `data_split` belongs to a stage. (`ptx` text is never split.)"""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What to train on.
+
+    Attributes:
+        data_path: sources for all stages, blended: `quickstart`, files, folders or Hub ids.
+        sft_only_data_path: sources that only supervised fine-tuning sees, all of their rows.
+        data_split: shares of the sft, reward and ppo stage in the rows of every source, `2,4,4`;
+            empty: no split, every stage sees all rows.
+        eval_fraction: share of the rows held out from a source that has no eval split. 0: none.
+        overlong: rows over the maximum length are dropped, or cut to it.
+        max_rows: at most this many train and this many eval rows a stage, taken after the blend.
+    """
+
+    data_path: tuple[str, ...] = (QUICKSTART,)
+    sft_only_data_path: tuple[str, ...] = ()
+    data_split: str = "2,4,4"
+    eval_fraction: float = 0.1
+    overlong: Literal["drop", "cut"] = "drop"
+    max_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        if not self.data_path:
+            raise ValueError(f"data_path is empty: give at least one source, such as {QUICKSTART}")
+        if self.data_split and len(split_shares(self.data_split)) != len(STAGE_INDEX):
+            raise ValueError(
+                f"data_split={self.data_split!r} has {len(split_shares(self.data_split))} parts: "
+                "it needs 3 (sft, reward, ppo), such as 2,4,4, or is empty for no split"
+            )
+        if not 0 <= self.eval_fraction < 1:
+            raise ValueError(f"eval_fraction={self.eval_fraction}: it must be in [0, 1)")
+        if self.overlong not in ("drop", "cut"):
+            raise ValueError(f"overlong={self.overlong!r}: it must be drop or cut")
+        if self.max_rows is not None and self.max_rows < 1:
+            raise ValueError(f"max_rows={self.max_rows}: it must be at least 1, or none for all")
+
+
+@dataclass(frozen=True)
+class StageRecords:
+    """The text of one stage. `notes` says, a line a source, what was read, dropped and split."""
+
+    train: list[Record]
+    eval: list[Record]
+    notes: tuple[str, ...]
+
+
+def split_shares(data_split: str) -> list[float]:
+    """`2,4,4` as shares that sum to 1.
+
+    Raises:
+        ValueError: not numbers >= 0 with a positive sum.
+    """
+    try:
+        parts = [float(part) for part in data_split.split(",")]
+    except ValueError as error:
+        raise ValueError(f"data_split={data_split!r}: write numbers, such as 2,4,4") from error
+    if not all(0 <= part < float("inf") for part in parts) or sum(parts) <= 0:
+        raise ValueError(f"data_split={data_split!r}: parts must be >= 0 and one above 0")
+    return [part / sum(parts) for part in parts]
+
+
+def permutation(num_rows: int, seed: int) -> np.ndarray:
+    """DeepSpeed-Chat's `get_shuffle_idx`: a permutation of `num_rows` row numbers."""
+    dtype = np.int64 if num_rows >= np.iinfo(np.uint32).max - 1 else np.uint32
+    order = np.arange(num_rows, dtype=dtype)
+    np.random.RandomState(seed).shuffle(order)
+    return order
+
+
+def split_indices(num_rows: int, data_split: str, stage_index: int, seed: int) -> np.ndarray:
+    """The row numbers of one part of `data_split`, as `get_raw_dataset_split_index` gives them.
+
+    With shares f: boundary_i = sum_{j<=i} round(f_j * num_rows); by how much the last one misses
+    `num_rows` is taken off every boundary but the first (0). The part is the slice of
+    `permutation(num_rows, seed)` between two boundaries.
+
+    A boundary that this makes negative is 0 here: there DeepSpeed-Chat slices from the end and
+    gives rows to two stages (3 rows in `0,5,5`).
+    """
+    shares = split_shares(data_split)
+    if not 0 <= stage_index < len(shares):
+        raise ValueError(f"data_split={data_split!r} has no part {stage_index}")
+    boundaries = [0]
+    for share in shares:
+        boundaries.append(boundaries[-1] + round(share * num_rows))
+    excess = boundaries[-1] - num_rows
+    boundaries[1:] = [max(boundary - excess, 0) for boundary in boundaries[1:]]
+    start, stop = boundaries[stage_index : stage_index + 2]
+    return permutation(num_rows, seed)[start:stop]
+
+
+def load_stage_records(config: DataConfig, stage: Stage, *, seed: int) -> StageRecords:
+    """Read, split and blend what a stage trains and is evaluated on.
+
+    `eval` may be empty (a fraction of 0, or too few rows); `train` may not.
+
+    Raises:
+        ValueError: the split leaves the stage no train row, or what `load_source` raises.
+        FileNotFoundError: as `load_source`.
+    """
+    if stage not in STAGE_INDEX:
+        raise ValueError(f"stage {stage} has no share of the data: use load_text_records")
+    parts = [_load_part(path, config, config.data_split, stage, seed) for path in config.data_path]
+    train, held_out = (rows if len(parts) == 1 else _shuffled(rows, seed) for rows in _join(parts))
+    if stage == "sft" and config.sft_only_data_path:
+        only = [_load_part(path, config, "", stage, seed) for path in config.sft_only_data_path]
+        more_train, more_held_out = _join(only)
+        parts += only
+        train = _shuffled([*train, *more_train], seed)
+        held_out = _shuffled([*held_out, *more_held_out], seed)
+    if not train:
+        raise ValueError(
+            f"data_split={config.data_split!r} leaves stage {stage} none of the rows of "
+            f"{', '.join(config.data_path)}: give it a larger share, or more rows"
+        )
+    notes = tuple(part.note for part in parts)
+    return StageRecords(train[: config.max_rows], held_out[: config.max_rows], notes)
+
+
+def load_text_records(paths: Sequence[str]) -> tuple[list[Record], tuple[str, ...]]:
+    """All train rows of sources for the `ptx` loss, in order, and a note for each source."""
+    sources = [_require(load_source(path, split="train", stage="ptx")) for path in paths]
+    return [row for source in sources for row in source.records], tuple(map(str, sources))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One stage's rows of one source."""
+
+    train: list[Record]
+    eval: list[Record]
+    note: str
+
+
+def _load_part(path: str, config: DataConfig, data_split: str, stage: Stage, seed: int) -> _Part:
+    source = _require(load_source(path, split="train", stage=stage))
+    train = source.records
+    own_eval = load_source(path, split="eval", stage=stage)
+    if own_eval is not None:
+        held_out = own_eval.records
+    elif config.eval_fraction:
+        halves = f"{1 - config.eval_fraction},{config.eval_fraction}"
+        train, held_out = (
+            [source.records[i] for i in split_indices(len(source.records), halves, n, seed)]
+            for n in range(2)
+        )
+    else:
+        held_out = []
+    train, held_out = (_share(rows, data_split, stage, seed) for rows in (train, held_out))
+    kind = f"{own_eval} in its eval split" if own_eval else "eval rows held out"
+    note = f"{source} ({kind}); {stage} gets {len(train)} train and {len(held_out)} eval rows"
+    return _Part(train, held_out, note)
+
+
+def _share(rows: list[Record], data_split: str, stage: Stage, seed: int) -> list[Record]:
+    if not data_split:
+        return _shuffled(rows, seed)
+    return [rows[i] for i in split_indices(len(rows), data_split, STAGE_INDEX[stage], seed)]
+
+
+def _join(parts: Sequence[_Part]) -> tuple[list[Record], list[Record]]:
+    train = [row for part in parts for row in part.train]
+    return train, [row for part in parts for row in part.eval]
+
+
+def _shuffled(rows: list[Record], seed: int) -> list[Record]:
+    return [rows[i] for i in permutation(len(rows), seed)]
+
+
+def _require(source: Source | None) -> Source:
+    assert source is not None, "only an eval split may be missing"
+    return source

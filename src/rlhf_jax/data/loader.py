@@ -1,0 +1,107 @@
+"""Batches by step number: the order is a function of (seed, epoch), so its state is one integer."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import SupportsIndex
+
+import numpy as np
+
+
+class Loader[Batch]:
+    """Random access to the global batches of endless, reshuffled epochs.
+
+    Step s is batch `s % num_batches` of epoch `s // num_batches`; an epoch visits every row once
+    in an order drawn from `(seed, epoch)`. The last batch of an epoch may have too few rows; it is
+    filled up with rows of valid 0. To resume, go on with `batches(step, …)`: neither the number of
+    processes nor what was read before matters.
+    """
+
+    def __init__[Row](
+        self,
+        rows: Sequence[Row],
+        collate: Callable[[Sequence[Row], int], Batch],
+        *,
+        batch_size: int,
+        seed: int,
+        shuffle: bool = True,
+        group_of: Callable[[Row], int] | None = None,
+    ):
+        """Set up; nothing is read yet.
+
+        Args:
+            rows: the data set, tokenised.
+            collate: (at most `batch_size` rows, batch_size) to a batch, from `data.batches`.
+            batch_size: rows in a global batch.
+            seed: of the order.
+            shuffle: False keeps the order of `rows`, the same in every epoch.
+            group_of: rows of equal value share batches (a batch mixes two values only where one
+                group ends and the next begins); the order of the batches is shuffled then.
+        """
+        if not len(rows):
+            raise ValueError("the loader has no rows: give a data set with at least one")
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: it must be at least 1")
+        if group_of is not None and not shuffle:
+            raise ValueError("group_of reorders rows: it needs shuffle=True")
+        self.batch_size = batch_size
+        self.num_rows = len(rows)
+        self.num_batches = -(-len(rows) // batch_size)
+        self._seed = seed
+        self._shuffle = shuffle
+        self._groups = None if group_of is None else np.array([group_of(row) for row in rows])
+        self._collate = lambda indices: collate([rows[i] for i in indices], batch_size)
+        # Prefetching threads ask for batches of at most two epochs at a time.
+        self._epoch = lru_cache(maxsize=2)(self._order_epoch)
+
+    def batch(self, step: int) -> Batch:
+        """The batch of `step` >= 0."""
+        if step < 0:
+            raise ValueError(f"step={step}: steps count from 0")
+        epoch, place = divmod(step, self.num_batches)
+        return self._collate(self._epoch(epoch)[place])
+
+    def batches(self, start: int, stop: int, *, prefetch: int = 4) -> Iterator[tuple[int, Batch]]:
+        """(step, batch) for steps start … stop-1, up to `prefetch` of them made ahead.
+
+        An exception while a batch is made is raised here, when that batch is due.
+        """
+        import grain
+
+        if prefetch < 1:
+            raise ValueError(f"prefetch={prefetch}: it must be at least 1")
+        options = grain.ReadOptions(num_threads=min(prefetch, 2), prefetch_buffer_size=prefetch)
+        steps = grain.MapDataset.source(_Steps(self, range(start, stop)))
+        yield from steps.to_iter_dataset(options)
+
+    def _order_epoch(self, epoch: int) -> list[np.ndarray]:
+        """Row numbers of every batch of an epoch."""
+        order = np.arange(self.num_rows)
+        if not self._shuffle:
+            return self._cut(order)
+        rng = np.random.default_rng((self._seed, epoch))
+        order = rng.permutation(order)
+        if self._groups is None:
+            return self._cut(order)
+        batches = self._cut(order[np.argsort(self._groups[order], kind="stable")])
+        return [batches[n] for n in rng.permutation(len(batches))]
+
+    def _cut(self, order: np.ndarray) -> list[np.ndarray]:
+        return [order[n : n + self.batch_size] for n in range(0, len(order), self.batch_size)]
+
+
+class _Steps[Batch]:
+    """A grain data source: a range of a loader's steps."""
+
+    def __init__(self, loader: Loader[Batch], steps: range):
+        self._loader, self._steps = loader, steps
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __getitem__(self, index: SupportsIndex) -> tuple[int, Batch]:
+        step = self._steps[index]
+        return step, self._loader.batch(step)
+
+    def __repr__(self) -> str:
+        # grain writes a source into its own messages; a data set does not belong there.
+        return f"steps {self._steps.start} to {self._steps.stop}"

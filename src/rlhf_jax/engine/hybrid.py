@@ -1,0 +1,92 @@
+"""The hybrid engine: one model, one mesh, and the layouts that training and generation want."""
+
+import functools
+
+import jax
+
+from meshes.layout import Layout
+from meshes.reshard import put_batch, reshard_params
+from rlhf_jax.data.batches import PromptBatch
+from rlhf_jax.engine.generate import Rollout, generate
+from rlhf_jax.engine.sampling import SamplingConfig
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.params import (
+    Params,
+    compute_layout,
+    generate_layout,
+    param_specs,
+    store_layout,
+)
+
+
+class HybridEngine:
+    """Layouts and compiled programs of one decoder on one mesh.
+
+    Generation reads the very buffers that the update wrote: nothing is copied between them, and
+    nothing here holds parameters unless `pin` is called.
+    """
+
+    def __init__(
+        self, cfg: ModelConfig, mesh: jax.sharding.Mesh, stop_ids: tuple[int, ...]
+    ) -> None:
+        self.cfg = cfg
+        self.mesh = mesh
+        self.stop_ids = stop_ids
+        self.store: Layout = store_layout(cfg, mesh)
+        self.compute: Layout = compute_layout(cfg, mesh)
+        self.rollout: Layout = generate_layout(cfg, mesh)
+        self._generate = functools.cache(self._compile_generate)
+        self._gather = jax.jit(lambda p: reshard_params(p, param_specs(cfg), self.rollout))
+
+    def generate(
+        self,
+        params: Params[jax.Array],
+        batch: PromptBatch,
+        sampling: SamplingConfig,
+        *,
+        key: jax.Array,
+    ) -> Rollout:
+        """Answers to a global batch of prompts; `params` in STORE, or as `pin` returned them.
+
+        Raises:
+            ValueError: prompts and answers do not fit the position table, or the batch does not
+                divide over the devices that share it.
+        """
+        self.check_batch(batch.tokens_BP.shape, sampling)
+        rows = put_batch(batch, self.rollout)
+        with jax.set_mesh(self.mesh):
+            return self._generate(sampling)(
+                params, rows.tokens_BP, rows.lengths_B, rows.sample_ids_B, rows.valid_B, key
+            )
+
+    def pin(self, params: Params[jax.Array]) -> Params[jax.Array]:
+        """A gathered copy for several generations between two updates. It owns its buffers, so an
+        update may donate the originals.
+        """
+        with jax.set_mesh(self.mesh):
+            return self._gather(params)
+
+    def check_batch(self, shape: tuple[int, ...], sampling: SamplingConfig) -> None:
+        """ValueError where a batch of prompts `[B, P]` does not fit the mesh or the model."""
+        rows, prompt = shape
+        divisor = self.rollout.batch_size_divisor
+        if rows % divisor:
+            raise ValueError(
+                f"a batch of {rows} prompts does not divide over {divisor} devices: use a "
+                f"multiple of {divisor}, or a larger --inference-tp-size"
+            )
+        length = prompt + sampling.max_new_tokens
+        if length > self.cfg.max_positions:
+            raise ValueError(
+                f"prompt + answer = {prompt} + {sampling.max_new_tokens} = {length} tokens, the "
+                f"model has {self.cfg.max_positions} positions: shorten one of them"
+            )
+
+    def _compile_generate(self, sampling: SamplingConfig):
+        def run(params, tokens, lengths, sample_ids, valid, key) -> Rollout:
+            return generate(
+                params, tokens, lengths, sample_ids, valid > 0,
+                self.cfg, self.rollout, sampling, self.stop_ids, key=key,
+            )  # fmt: skip
+
+        return jax.jit(run)

@@ -1,0 +1,248 @@
+"""PPO's two programs: scoring a rollout, and one update of actor and critic together."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+
+from meshes.layout import Layout
+from meshes.reshard import local_shards
+from rlhf_jax.engine.generate import Rollout
+from rlhf_jax.engine.state import TrainState, apply_gradients
+from rlhf_jax.engine.step import Metrics, all_finite, gradients
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.decoder import Remat, forward
+from rlhf_jax.models.params import Params, ScalarModel
+from rlhf_jax.models.scoring import scalar_scores, score_tokens, take_window
+from rlhf_jax.objectives.experience import Experience, RewardSettings, build_experience
+from rlhf_jax.objectives.losses import policy_loss, value_loss
+from rlhf_jax.objectives.masked import masked_mean
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """What one PPO update minimises; static under jit."""
+
+    temperature: float
+    clip_range: float
+    value_clip_range: float
+    value_coef: float
+    entropy_coef: float
+    target_kl: float | None
+    num_parts: int
+    remat: Remat
+
+
+@flax.struct.dataclass
+class Scorers:
+    """The four models that score a rollout. The actor serves only `old_logprobs="train"`."""
+
+    actor: Params[jax.Array]
+    reference: Params[jax.Array]
+    critic: ScalarModel[jax.Array]
+    reward: ScalarModel[jax.Array]
+
+
+@dataclass(frozen=True)
+class ModelOnMesh:
+    """A model's config and the layout that its forward passes run in."""
+
+    cfg: ModelConfig
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class ScoringSettings:
+    """How a rollout becomes experience; static under jit."""
+
+    reward: RewardSettings
+    temperature: float
+    score_mean: float
+    score_std: float
+    recompute_logprobs: bool
+
+
+def join_rows(
+    prompts_BP: jax.Array, prompt_lengths_B: jax.Array, answers_BR: jax.Array, layout: Layout
+) -> jax.Array:
+    """Prompt and answer in one row, `[B, P + R]`, right-padded with 0."""
+
+    def local(prompts: jax.Array, lengths: jax.Array, answers: jax.Array) -> jax.Array:
+        rows = jnp.pad(prompts, ((0, 0), (0, answers.shape[1])))
+        return jax.vmap(lambda row, n, answer: jax.lax.dynamic_update_slice(row, answer, (n,)))(
+            rows, lengths, answers
+        )
+
+    rows = ("batch", None)
+    run = local_shards(local, layout, in_axes=(rows, ("batch",), rows), out_axes=rows)
+    return run(prompts_BP, prompt_lengths_B, answers_BR)
+
+
+def answer_logprobs(
+    params: Params[jax.Array],
+    tokens_BT: jax.Array,
+    prompt_lengths_B: jax.Array,
+    num_answer: int,
+    model: ModelOnMesh,
+    temperature: float,
+    remat: Remat = "none",
+) -> tuple[jax.Array, jax.Array]:
+    """Log p of every answer token and the entropy there, `[B, R]`: no logits elsewhere."""
+    hidden = forward(params, tokens_BT, model.cfg, model.layout, remat=remat)
+    hidden = take_window(hidden, prompt_lengths_B - 1, num_answer, model.layout)
+    targets = take_window(tokens_BT, prompt_lengths_B, num_answer, model.layout)
+    return score_tokens(params, hidden, targets, model.cfg, model.layout, temperature=temperature)
+
+
+def row_scores(
+    model: ScalarModel[jax.Array], tokens_BT: jax.Array, place: ModelOnMesh, remat: Remat = "none"
+) -> jax.Array:
+    """The scalar head's value at every position, `[B, T]`."""
+    hidden = forward(model.body, tokens_BT, place.cfg, place.layout, remat=remat)
+    return scalar_scores(model, hidden)
+
+
+def score_rollout(
+    models: Scorers,
+    prompts: Any,
+    rollout: Rollout,
+    actor: ModelOnMesh,
+    critic: ModelOnMesh,
+    settings: ScoringSettings,
+) -> tuple[Experience, Metrics]:
+    """Reference log-probabilities, values and rewards of a rollout: its experience and metrics.
+
+    The reward is read at the answer's last token, or, where the stop token is not trained
+    (DeepSpeed-Chat), at the last one before it.
+    """
+    layout = actor.layout
+    rollout = jax.tree.map(
+        lambda x: jax.sharding.reshard(x, layout.sharding("batch", *(None,) * (x.ndim - 1))),
+        rollout,
+    )
+    starts, num_answer = prompts.lengths_B, rollout.tokens_BR.shape[1]
+    tokens = join_rows(prompts.tokens_BP, starts, rollout.tokens_BR, layout)
+    args = (tokens, starts, num_answer, actor, settings.temperature)
+    ref_logprobs, _ = answer_logprobs(models.reference, *args)
+    logprobs, entropies = rollout.logprobs_BR, None
+    if settings.recompute_logprobs:
+        logprobs, entropies = answer_logprobs(models.actor, *args)
+    values = take_window(
+        row_scores(models.critic, tokens, critic), starts - 1, num_answer, critic.layout
+    )
+    last = starts + rollout.lengths_B - 1
+    if not settings.reward.train_eos:
+        last = last - rollout.ended_B
+    raw = take_window(row_scores(models.reward, tokens, critic), jnp.maximum(last, 0), 1, layout)
+    raw = raw[:, 0]
+    experience, metrics = build_experience(
+        settings.reward,
+        tokens_BT=tokens,
+        prompt_lengths_B=starts,
+        response_lengths_B=rollout.lengths_B,
+        ended_B=rollout.ended_B,
+        valid_B=prompts.valid_B,
+        logprobs_BR=logprobs,
+        ref_logprobs_BR=ref_logprobs,
+        values_BR=values,
+        scores_B=(raw - settings.score_mean) / settings.score_std,
+        entropies_BR=entropies,
+    )
+    return experience, metrics
+
+
+def take_rows(experience: Experience, rows: jax.Array, layout: Layout) -> Experience:
+    """The rows of one minibatch."""
+    return jax.tree.map(
+        lambda x: x.at[rows].get(out_sharding=layout.spec("batch", *(None,) * (x.ndim - 1))),
+        experience,
+    )
+
+
+def num_actions(batch: Experience) -> jax.Array:
+    """How many actions are trained."""
+    return batch.mask_BR.sum().astype(jnp.float32)
+
+
+def actor_loss(
+    params: Params[jax.Array], batch: Experience, model: ModelOnMesh, settings: UpdateSettings
+) -> tuple[jax.Array, Metrics]:
+    """The clipped surrogate, less the entropy bonus."""
+    logprobs, entropies = answer_logprobs(
+        params, batch.tokens_BT, batch.prompt_lengths_B, batch.mask_BR.shape[1],
+        model, settings.temperature, settings.remat,
+    )  # fmt: skip
+    loss, metrics = policy_loss(
+        logprobs, batch.logprobs_BR, batch.advantages_BR, batch.mask_BR, clip=settings.clip_range
+    )
+    entropy = masked_mean(entropies, batch.mask_BR)
+    shift = jnp.where(batch.mask_BR, jnp.abs(logprobs - batch.logprobs_BR), 0.0)
+    metrics |= {
+        "policy/entropy_avg": entropy,
+        "policy/abs_log_ratio": masked_mean(shift, batch.mask_BR),
+    }
+    return loss - settings.entropy_coef * entropy, metrics
+
+
+def critic_loss(
+    model: ScalarModel[jax.Array],
+    batch: Experience,
+    place: ModelOnMesh,
+    settings: UpdateSettings,
+) -> tuple[jax.Array, Metrics]:
+    """The clipped value loss."""
+    scores = row_scores(model, batch.tokens_BT, place, settings.remat)
+    values = take_window(scores, batch.prompt_lengths_B - 1, batch.mask_BR.shape[1], place.layout)
+    loss, metrics = value_loss(
+        values, batch.values_BR, batch.returns_BR, batch.mask_BR, clip=settings.value_clip_range
+    )
+    return settings.value_coef * loss, metrics
+
+
+def ppo_update(
+    actor: TrainState,
+    critic: TrainState,
+    experience: Experience,
+    rows: jax.Array,
+    stopped: jax.Array,
+    actor_place: ModelOnMesh,
+    critic_place: ModelOnMesh,
+    optimizers: tuple[optax.GradientTransformation, optax.GradientTransformation],
+    settings: UpdateSettings,
+) -> tuple[TrainState, TrainState, jax.Array, Metrics]:
+    """One optimizer step of both models on some rows of an experience, as one program.
+
+    Both are skipped where either has a gradient that is not finite (counted), and where the
+    policy has moved further from its rollout than `target_kl` (`stopped`, for the rest of the
+    update phase).
+    """
+    batch = take_rows(experience, rows, actor_place.layout)
+    parts = settings.num_parts
+    actor_grads, actor_value, metrics = gradients(
+        lambda p, b: actor_loss(p, b, actor_place, settings),
+        actor.params,
+        batch,
+        num_actions,
+        parts,
+    )
+    critic_grads, critic_value, critic_metrics = gradients(
+        lambda p, b: critic_loss(p, b, critic_place, settings),
+        critic.params, batch, num_actions, parts,
+    )  # fmt: skip
+    norms = optax.global_norm(actor_grads), optax.global_norm(critic_grads)
+    finite = all_finite(*norms, actor_value, critic_value)
+    if settings.target_kl is not None:
+        stopped = stopped | (metrics["policy/approxkl_avg"] > settings.target_kl)
+    actor = apply_gradients(actor, actor_grads, optimizers[0], finite, allowed=~stopped)
+    critic = apply_gradients(critic, critic_grads, optimizers[1], finite, allowed=~stopped)
+    metrics |= critic_metrics
+    metrics |= {
+        "policy/grad_norm": norms[0],
+        "critic/grad_norm": norms[1],
+        "val/skipped": 1.0 - finite,
+        "val/stopped": stopped.astype(jnp.float32),
+    }
+    return actor, critic, stopped, metrics

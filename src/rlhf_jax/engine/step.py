@@ -1,0 +1,81 @@
+"""Gradients over micro-batches, and the train step of one or of several models."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from rlhf_jax.engine.state import TrainState, apply_gradients
+
+Metrics = dict[str, jax.Array]
+LossFn = Callable[[Any, Any], tuple[jax.Array, Metrics]]
+WeightFn = Callable[[Any], jax.Array]
+
+
+def split_rows(batch: Any, num_parts: int) -> Any:
+    """A batch `[B, ...]` as `[num_parts, B / num_parts, ...]`.
+
+    Rows are dealt out in turn: a split into blocks would move rows between devices.
+    """
+
+    def split(leaf: jax.Array) -> jax.Array:
+        dealt = leaf.reshape(leaf.shape[0] // num_parts, num_parts, *leaf.shape[1:])
+        return dealt.swapaxes(0, 1)
+
+    return jax.tree.map(split, batch)
+
+
+def gradients(
+    loss_fn: LossFn, params: Any, batch: Any, weight_fn: WeightFn, num_parts: int
+) -> tuple[Any, jax.Array, Metrics]:
+    """Float32 gradients, loss and metrics of a batch, in `num_parts` micro-batches.
+
+    `loss_fn` gives a mean over what `weight_fn` counts (tokens, pairs), so that parts weighted by
+    their share equal one large batch.
+    """
+    total = jnp.maximum(weight_fn(batch), 1e-8)
+
+    def part_loss(params: Any, part: Any) -> tuple[jax.Array, Metrics]:
+        loss, metrics = loss_fn(params, part)
+        share = weight_fn(part) / total
+        return loss * share, {name: lax.stop_gradient(v) * share for name, v in metrics.items()}
+
+    def part(params: Any, part: Any) -> tuple[Any, jax.Array, Metrics]:
+        (loss, metrics), grads = jax.value_and_grad(part_loss, has_aux=True)(params, part)
+        return jax.tree.map(lambda grad: grad.astype(jnp.float32), grads), loss, metrics
+
+    if num_parts == 1:
+        return part(params, batch)
+    parts = split_rows(batch, num_parts)
+    first, rest = jax.tree.map(lambda x: x[0], parts), jax.tree.map(lambda x: x[1:], parts)
+    total_of, _ = lax.scan(
+        lambda carry, micro: (jax.tree.map(jnp.add, carry, part(params, micro)), None),
+        part(params, first),
+        rest,
+    )
+    return total_of
+
+
+def all_finite(*norms: jax.Array) -> jax.Array:
+    """Whether every gradient norm (or loss) is finite."""
+    return jnp.stack([jnp.isfinite(norm) for norm in norms]).all()
+
+
+def train_step(
+    state: TrainState,
+    batch: Any,
+    *,
+    loss_fn: LossFn,
+    weight_fn: WeightFn,
+    optimizer: optax.GradientTransformation,
+    num_parts: int,
+) -> tuple[TrainState, Metrics]:
+    """Gradients and one optimizer step of one model; skipped where not finite."""
+    grads, loss, metrics = gradients(loss_fn, state.params, batch, weight_fn, num_parts)
+    norm = optax.global_norm(grads)
+    finite = all_finite(norm, loss)
+    state = apply_gradients(state, grads, optimizer, finite)
+    return state, {**metrics, "loss": loss, "grad_norm": norm, "skipped": 1.0 - finite}

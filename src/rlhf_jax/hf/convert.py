@@ -1,0 +1,198 @@
+"""Loading: a Hugging Face directory into sharded parameters, one shard at a time through the host.
+
+Names and shapes are checked before any data is read. A shard is cut out of the memory-mapped
+tensors, put on its devices and dropped: the host never holds a whole model, or a whole tensor.
+"""
+
+import logging
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from meshes.layout import Layout
+from rlhf_jax.hf.checkpoint import Checkpoint, open_checkpoint, shorten
+from rlhf_jax.hf.pieces import HEADS, SCORE_HEAD, Leaf, all_shapes, find_prefix, plan_leaves
+from rlhf_jax.hf.tensors import FLOAT_DTYPES, StoredTensor
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.families import find_family
+
+log = logging.getLogger(__name__)
+
+Head = Literal["load", "new"]
+Bounds = tuple[tuple[int, int], ...]
+"""First and last (exclusive) index in every dimension."""
+
+
+@dataclass
+class LoadReport:
+    """What loading cost on this host; bytes are of the arrays made from the files."""
+
+    num_tensors: int = 0
+    bytes_read: int = 0
+    peak_host_bytes: int = 0
+    largest_shard_bytes: int = 0
+    seconds: float = 0.0
+    live_bytes: int = field(default=0, repr=False)
+
+    def take(self, shard: np.ndarray) -> None:
+        """Count an array that was made."""
+        self.live_bytes += shard.nbytes
+        self.bytes_read += shard.nbytes
+        self.peak_host_bytes = max(self.peak_host_bytes, self.live_bytes)
+        self.largest_shard_bytes = max(self.largest_shard_bytes, shard.nbytes)
+
+    def release(self, shard: np.ndarray) -> None:
+        """Count it out again."""
+        self.live_bytes -= shard.nbytes
+
+
+def load_params[Tree](
+    directory: Path, cfg: ModelConfig, specs: Tree, layout: Layout, dtype: Any, *,
+    head: Head = "load",
+) -> Tree:  # fmt: skip
+    """Parameters read from `directory`, in `layout` and `dtype`.
+
+    `specs` is `param_specs(cfg)`, or `scalar_specs(cfg)` for a reward model or critic: its head
+    comes from the checkpoint, or with `head="new"` from its initialiser (a model without head).
+    Raises ValueError or FileNotFoundError that name the file and the tensors that do not fit.
+    """
+    params, report = load_with_report(directory, cfg, specs, layout, dtype, head=head)
+    log.info("loaded %s: %s", directory, report)
+    return params
+
+
+def load_with_report[Tree](
+    directory: Path, cfg: ModelConfig, specs: Tree, layout: Layout, dtype: Any, *,
+    head: Head = "load",
+) -> tuple[Tree, LoadReport]:  # fmt: skip
+    """`load_params`, and what it cost."""
+    began, report = time.perf_counter(), LoadReport()
+    checkpoint = open_checkpoint(directory)
+    leaves = plan(specs, cfg, checkpoint)
+    check(leaves, cfg, checkpoint, head)
+    arrays = []
+    for leaf in leaves:
+        if leaf.path == "head_W" and head == "new":
+            arrays.append(new_leaf(leaf, layout, dtype))
+        else:
+            arrays.append(load_leaf(leaf, checkpoint.tensors, layout, np.dtype(dtype), report))
+            report.num_tensors += len(leaf.tensor_shapes())
+    report.seconds = time.perf_counter() - began
+    tree = jax.tree.structure(specs, is_leaf=lambda node: hasattr(node, "axes"))
+    return jax.tree.unflatten(tree, arrays), report
+
+
+def has_scalar_head(directory: Path) -> bool:
+    """Whether a directory holds a reward model: a checkpoint with a scalar head."""
+    return any(name in open_checkpoint(directory).tensors for name in HEADS)
+
+
+def plan(specs: Any, cfg: ModelConfig, checkpoint: Checkpoint) -> list[Leaf]:
+    """The leaves, by the names that this checkpoint has."""
+    prefix = find_prefix(find_family(cfg.family), checkpoint.tensors)
+    heads = [name for name in HEADS if name in checkpoint.tensors]
+    return plan_leaves(specs, cfg, prefix, heads[0] if heads else SCORE_HEAD)
+
+
+def check(leaves: list[Leaf], cfg: ModelConfig, checkpoint: Checkpoint, head: Head) -> None:
+    """One ValueError for all tensors that are missing, unknown, misshapen or not floats."""
+    scalar = any(leaf.path == "head_W" for leaf in leaves)
+    expected = dict(all_shapes(leaf for leaf in leaves if head == "load" or leaf.path != "head_W"))
+    found = checkpoint.tensors
+    ignored = [*find_family(cfg.family).ignored]
+    if scalar or cfg.tie_embeddings:
+        ignored.append(r"lm_head\.weight")
+    missing = [name for name in expected if name not in found]
+    extra = [
+        name
+        for name in found
+        if name not in expected and not any(re.fullmatch(rule, name) for rule in ignored)
+    ]
+    wrong = [
+        f"{name} has shape {list(found[name].shape)}, the config says {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and found[name].shape != shape
+    ]
+    integers = [
+        f"{name} ({found[name].dtype})"
+        for name in expected
+        if name in found and found[name].dtype not in FLOAT_DTYPES.values()
+    ]
+    faults = {"missing": missing, "not expected": extra, "misshapen": wrong, "no floats": integers}
+    lines = [f"{kind}: {shorten(names)}" for kind, names in faults.items() if names]
+    lines += explain_head(missing, extra, head)
+    if lines:
+        raise ValueError(
+            f"{checkpoint.source} does not fit its config.json\n  " + "\n  ".join(lines)
+        )
+
+
+def explain_head(missing: list[str], extra: list[str], head: Head) -> list[str]:
+    """What to do where the scalar head is what does not fit."""
+    if set(missing) & set(HEADS):
+        return ["this is a language model, not a reward model: train one from it first (--step 2)"]
+    if set(extra) & set(HEADS):
+        where = "a new head was asked for" if head == "new" else "a language model was asked for"
+        return [f"this is a reward model, but {where}"]
+    return []
+
+
+def new_leaf(leaf: Leaf, layout: Layout, dtype: Any) -> jax.Array:
+    """A scalar head as its initialiser makes it; heads start from a constant."""
+    init = jax.jit(
+        lambda: leaf.spec.initialize(jax.random.key(0), dtype),
+        out_shardings=layout.param_sharding(leaf.spec),
+    )
+    return init()
+
+
+def load_leaf(
+    leaf: Leaf,
+    tensors: Mapping[str, StoredTensor],
+    layout: Layout,
+    dtype: np.dtype,
+    report: LoadReport,
+) -> jax.Array:
+    """One parameter: every distinct shard is read once, put on its devices and dropped."""
+    sharding, shape = layout.param_sharding(leaf.spec), leaf.spec.shape
+    holders: dict[Bounds, list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        assert index is not None
+        bounds = [cut.indices(size)[:2] for cut, size in zip(index, shape, strict=True)]
+        holders.setdefault(tuple(bounds), []).append(device)
+    arrays = []
+    for bounds, devices in holders.items():
+        shard = read_shard(leaf, tensors, bounds, dtype)
+        report.take(shard)
+        # An alias of host memory could not be donated to the update.
+        copies = [jax.device_put(shard, device, may_alias=False) for device in devices]
+        arrays += jax.block_until_ready(copies)
+        report.release(shard)
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
+def read_shard(
+    leaf: Leaf,
+    tensors: Mapping[str, StoredTensor],
+    bounds: Bounds,
+    dtype: np.dtype,
+) -> np.ndarray:
+    """The part of a leaf within `bounds`, cast to `dtype`; only its slices are read."""
+    (first, last), columns = bounds[0], tuple(slice(*pair) for pair in bounds[1:])
+    out = np.zeros([stop - start for start, stop in bounds], dtype)
+    for piece in leaf.pieces:
+        low, high = max(first, piece.row), min(last, piece.row + piece.num_rows)
+        if low >= high:
+            continue
+        start = piece.tensor_row + low - piece.row
+        rows = slice(start, start + high - low)
+        stored = tensors[piece.tensor].view()
+        where = (*(columns or (0,)), rows) if piece.transposed else (rows, *columns)
+        out[low - first : high - first] = stored[where].T if piece.transposed else stored[where]
+    return out

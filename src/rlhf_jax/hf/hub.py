@@ -1,0 +1,60 @@
+"""From a model's name to a local directory: a path, or a model of the Hugging Face Hub."""
+
+import difflib
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from rlhf_jax.models.families import SIZES
+
+CONFIG_FILES = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+]
+SAFETENSORS = ["model*.safetensors", "model.safetensors.index.json"]
+PICKLES = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
+
+
+def resolve(name: str) -> Path:
+    """The directory of a model: `name` as a local path first, then as a name on the Hub.
+
+    Of the Hub only config, tokenizer and weights are fetched, safetensors where there are any.
+    Raises ValueError with what was tried, and the nearest published name.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise FileNotFoundError(f"{path} has no config.json: it is not a Hugging Face model")
+        return path
+    try:
+        directory = Path(snapshot_download(name, allow_patterns=CONFIG_FILES + SAFETENSORS))
+        if not list(directory.glob("model*.safetensors")):
+            directory = Path(snapshot_download(name, allow_patterns=CONFIG_FILES + PICKLES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"there is no model {name!r}: no such directory ({path.absolute()}), and the "
+            f"Hugging Face Hub says: {reason}{suggest(name)}"
+        ) from error
+    if not (directory / "config.json").is_file():
+        raise ValueError(f"{name} on the Hugging Face Hub has no config.json: it is not a model")
+    return directory
+
+
+def suggest(name: str) -> str:
+    """The published names nearest to `name`, as the end of a sentence."""
+    whole = {known.lower(): known for known in SIZES}
+    short = {known.lower().split("/")[-1]: known for known in SIZES}
+    wanted = name.lower()
+    near = difflib.get_close_matches(wanted, whole, n=1, cutoff=0.6)
+    found = [whole[key] for key in near]
+    near = difflib.get_close_matches(wanted.split("/")[-1], short, n=1, cutoff=0.6)
+    found = found or [short[key] for key in near]
+    return f". Did you mean {found[0]}?" if found else ""

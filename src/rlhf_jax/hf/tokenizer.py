@@ -1,0 +1,121 @@
+"""Tokenizers of Hugging Face directories, checked against the model that they feed."""
+
+import copy
+import json
+from pathlib import Path
+
+from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase
+
+from rlhf_jax.models.config import ModelConfig
+
+OPT_TOKENS = {"</s>": 2, "<pad>": 1}
+"""What tells OPT's vocabulary from GPT-2's, which has files of the same names."""
+
+
+def load_tokenizer(
+    directory: Path | str, cfg: ModelConfig | None = None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer in a directory, right-padding; with `cfg` it must fit that model.
+
+    A directory with `vocab.json` and `merges.txt` alone is read as OPT's, which puts `</s>` in
+    front of every text. Raises FileNotFoundError where there is none, ValueError where it does
+    not fit.
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} is not a directory: no tokenizer there")
+    if is_bare_opt(path):
+        tokenizer = opt_tokenizer(path)
+    else:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(path))
+        except (OSError, ValueError, KeyError, ImportError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"{path} has no tokenizer that can be loaded: it needs tokenizer.json, or "
+                f"vocab.json and merges.txt. transformers says: {first_line(error)}"
+            ) from error
+    tokenizer.padding_side = "right"
+    check_tokenizer(tokenizer, cfg, str(path))
+    return tokenizer
+
+
+def is_bare_opt(path: Path) -> bool:
+    """Whether a directory holds OPT's vocabulary without a word on which class reads it."""
+    if any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return False
+    if not all((path / name).is_file() for name in ("vocab.json", "merges.txt")):
+        return False
+    vocab = json.loads((path / "vocab.json").read_text(encoding="utf-8"))
+    return all(vocab.get(token) == index for token, index in OPT_TOKENS.items())
+
+
+def opt_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """OPT's byte-level BPE, as facebook/opt-* configure it."""
+    return GPT2Tokenizer(
+        vocab=str(path / "vocab.json"),
+        merges=str(path / "merges.txt"),
+        unk_token="</s>",
+        bos_token="</s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        add_bos_token=True,
+    )
+
+
+def check_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, cfg: ModelConfig | None, where: str
+) -> None:
+    """ValueError unless the end of a text is one token and every token has a row in the model."""
+    eos = tokenizer.eos_token
+    if eos is None or not isinstance(tokenizer.eos_token_id, int):
+        raise ValueError(
+            f"{where}: the tokenizer has no eos_token, so no text could end: "
+            "set eos_token in tokenizer_config.json"
+        )
+    ids = tokenizer.encode(str(eos), add_special_tokens=False, split_special_tokens=False)
+    if ids != [tokenizer.eos_token_id]:
+        raise ValueError(
+            f"{where}: the eos_token {eos!r} is encoded as {ids}, not as the one id "
+            f"{tokenizer.eos_token_id}: it must be a special token of the vocabulary"
+        )
+    if cfg is not None and len(tokenizer) > cfg.vocab_size:
+        raise ValueError(
+            f"{where}: the tokenizer has {len(tokenizer)} tokens, the model {cfg.vocab_size} "
+            "embedding rows: use the tokenizer that belongs to the model"
+        )
+
+
+def choose_pad_id(cfg: ModelConfig, tokenizer: PreTrainedTokenizerBase | None) -> int:
+    """A pad id for a scorer's config that is not a stop id.
+
+    The first that is free: the model's or tokenizer's own, the unknown token, the first token of
+    texts, else the last token of the vocabulary.
+    """
+    wanted: list[int | None] = [cfg.pad_token_id]
+    size = cfg.vocab_size
+    if tokenizer is not None:
+        size = min(size, len(tokenizer))
+        wanted += [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id]  # pyright: ignore
+    wanted.append(cfg.bos_token_id)
+    stops = {*cfg.stop_ids}
+    if tokenizer is not None:
+        stops.add(tokenizer.eos_token_id)  # pyright: ignore
+    free = [i for i in [*wanted, *reversed(range(size))] if i is not None and i not in stops]
+    fitting = [i for i in free if 0 <= i < size]
+    if not fitting:
+        raise ValueError(f"every one of the {size} tokens is a stop token: none is left for pads")
+    return fitting[0]
+
+
+def with_pad_id(tokenizer: PreTrainedTokenizerBase, pad_id: int) -> PreTrainedTokenizerBase:
+    """A copy of the tokenizer that pads with `pad_id`, as the exported config says."""
+    if tokenizer.pad_token_id == pad_id:
+        return tokenizer
+    changed = copy.deepcopy(tokenizer)
+    changed.pad_token = tokenizer.convert_ids_to_tokens(pad_id)
+    return changed
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,79 @@
+"""Pieces of a decoder layer: norms, projections, activations, the embedding."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshes.layout import Layout
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.params import LayerParams, Norm, Params
+
+
+def normalize(x: jax.Array, norm: Norm[jax.Array], cfg: ModelConfig) -> jax.Array:
+    """Layer norm, or RMS norm without bias, over the last axis; in float32."""
+    wide = x.astype(jnp.float32)
+    if norm.bias_D is not None:
+        wide = wide - wide.mean(-1, keepdims=True)
+    scale = lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + cfg.norm_eps)
+    wide = wide * scale * broadcast(norm.scale_D, x.ndim).astype(jnp.float32)
+    if norm.bias_D is not None:
+        wide = wide + broadcast(norm.bias_D, x.ndim).astype(jnp.float32)
+    return wide.astype(x.dtype)
+
+
+def broadcast(vector: jax.Array, ndim: int) -> jax.Array:
+    """A vector with leading dimensions of size 1."""
+    return lax.expand_dims(vector, tuple(range(ndim - 1)))
+
+
+def project_up(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """`[..., D]` times `[F, D]`: the output has the weight's tensor-parallel dimension."""
+    y = jnp.einsum("...D,FD->...F", x, weight)
+    return y if bias is None else y + broadcast(bias, y.ndim)
+
+
+def project_down(
+    y: jax.Array, weight: jax.Array, bias: jax.Array | None, layout: Layout
+) -> jax.Array:
+    """`[..., F]` times `[F, D]`: one all-reduce where F is tensor parallel."""
+    axes = ("batch",) + (None,) * (y.ndim - 1)
+    x = jnp.einsum("...F,FD->...D", y, weight, out_sharding=layout.spec(*axes))
+    return x if bias is None else x + broadcast(bias, x.ndim)
+
+
+def feed_forward(
+    x: jax.Array, layer: LayerParams[jax.Array], cfg: ModelConfig, layout: Layout
+) -> jax.Array:
+    """The two (or, gated, three) matrices between attention and the next layer."""
+    up = project_up(x, layer.up_FD, layer.up_bias_F)
+    if layer.gate_FD is not None:
+        hidden = jax.nn.silu(project_up(x, layer.gate_FD, None)) * up
+    elif cfg.activation == "gelu":
+        hidden = jax.nn.gelu(up, approximate=False)
+    else:
+        hidden = jax.nn.relu(up)
+    return project_down(hidden, layer.down_FD, layer.down_bias_D, layout)
+
+
+def embed_tokens(params: Params[jax.Array], tokens: jax.Array, layout: Layout) -> jax.Array:
+    """Rows of the embedding, `[B, ...]` to `[B, ..., D]`."""
+    axes = ("batch",) + (None,) * tokens.ndim
+    x = params.embed_VW.at[tokens].get(out_sharding=layout.spec(*axes), mode="clip")
+    if params.project_in_DW is not None:
+        x = project_up(x, params.project_in_DW, None)
+    return x
+
+
+def unembedding(params: Params[jax.Array]) -> jax.Array:
+    """The matrix that turns hidden states into logits, `[V, W]`."""
+    return params.embed_VW if params.unembed_VW is None else params.unembed_VW
+
+
+def logits_from_hidden(params: Params[jax.Array], hidden: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """Logits `[..., V]` in float32; columns of the padded vocabulary are -inf."""
+    logits = jnp.einsum(
+        "...W,VW->...V", hidden, unembedding(params), preferred_element_type=jnp.float32
+    )
+    column = lax.broadcasted_iota(jnp.int32, (cfg.padded_vocab,), 0)
+    real = broadcast(column < cfg.vocab_size, logits.ndim)
+    return jnp.where(real, logits, -jnp.inf)

@@ -1,0 +1,159 @@
+"""The parameter tree: shape, logical axes and initialiser of every parameter, on one line each.
+
+The trees are generic in their leaf: `Params[ParamSpec]`, `Params[jax.Array]` and
+`Params[NamedSharding]` are one class. Matrices have their tensor-parallel dimension first.
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from meshes.layout import Layout
+from meshes.spec import ParamSpec, constant, normal, sinusoids
+from rlhf_jax.models.config import ModelConfig
+
+
+@flax.struct.dataclass
+class Norm[Leaf]:
+    """Layer norm, or RMS norm where `bias_D` is None."""
+
+    scale_D: Leaf
+    bias_D: Leaf | None
+
+
+@flax.struct.dataclass
+class LayerParams[Leaf]:
+    """One decoder layer. `qkv_ED` holds, per KV group, its query heads, its key, its value."""
+
+    attention_norm: Norm[Leaf]
+    qkv_ED: Leaf
+    qkv_bias_E: Leaf | None
+    out_ED: Leaf
+    out_bias_D: Leaf | None
+    mlp_norm: Norm[Leaf]
+    gate_FD: Leaf | None
+    up_FD: Leaf
+    up_bias_F: Leaf | None
+    down_FD: Leaf
+    down_bias_D: Leaf | None
+
+
+@flax.struct.dataclass
+class Params[Leaf]:
+    """A decoder. `unembed_VW` is None where the embedding is tied."""
+
+    embed_VW: Leaf
+    positions_PD: Leaf | None
+    project_in_DW: Leaf | None
+    project_out_WD: Leaf | None
+    layers: list[LayerParams[Leaf]]
+    final_norm: Norm[Leaf] | None
+    unembed_VW: Leaf | None
+
+
+@flax.struct.dataclass
+class ScalarModel[Leaf]:
+    """A decoder body with a scalar head: a reward model or a critic.
+
+    The head reads what the unembedding would read: width W (D but for OPT-350M, where W is
+    narrower).
+    """
+
+    body: Params[Leaf]
+    head_W: Leaf
+
+
+def norm_specs(cfg: ModelConfig) -> Norm[ParamSpec]:
+    """The declaration of one norm."""
+    one = ParamSpec((cfg.width,), (None,), constant(1.0), decay=False)
+    zero = ParamSpec((cfg.width,), (None,), constant(0.0), decay=False)
+    return Norm(one, zero if cfg.norm == "layer_norm" else None)
+
+
+def layer_specs(cfg: ModelConfig) -> LayerParams[ParamSpec]:
+    """The declaration of one layer."""
+    D, F, E, HK = cfg.width, cfg.padded_mlp, cfg.qkv_rows, cfg.num_heads * cfg.head_size
+    std, out_std = cfg.init_std, cfg.init_std * cfg.default_init_scale()
+    zero = constant(0.0)
+    gated, rows = cfg.activation == "silu_gated", cfg.mlp_width
+    return LayerParams(
+        attention_norm=norm_specs(cfg),
+        qkv_ED=ParamSpec((E, D), ("qkv", None), normal(std)),
+        qkv_bias_E=ParamSpec((E,), ("qkv",), zero, decay=False) if cfg.attention_bias else None,
+        out_ED=ParamSpec((HK, D), ("heads", None), normal(out_std)),
+        out_bias_D=ParamSpec((D,), (None,), zero, decay=False) if cfg.output_bias else None,
+        mlp_norm=norm_specs(cfg),
+        gate_FD=ParamSpec((F, D), ("mlp", None), normal(std), rows=rows) if gated else None,
+        up_FD=ParamSpec((F, D), ("mlp", None), normal(std), rows=rows),
+        up_bias_F=ParamSpec((F,), ("mlp",), zero, decay=False, rows=rows) if cfg.mlp_bias else None,
+        down_FD=ParamSpec((F, D), ("mlp", None), normal(out_std), rows=rows),
+        down_bias_D=ParamSpec((D,), (None,), zero, decay=False) if cfg.mlp_bias else None,
+    )
+
+
+def param_specs(cfg: ModelConfig) -> Params[ParamSpec]:
+    """The declaration of every parameter of a decoder."""
+    D, W, V, std = cfg.width, cfg.embed_width, cfg.padded_vocab, normal(cfg.init_std)
+    learned, projected = cfg.positions == "learned", W != D
+    waves = sinusoids(cfg.init_std, cfg.position_offset) if cfg.sinusoid_init else std
+    embedding = ParamSpec((V, W), ("vocab", None), std, rows=cfg.vocab_size)
+    return Params(
+        embed_VW=embedding,
+        positions_PD=ParamSpec((cfg.position_rows, D), (None, None), waves) if learned else None,
+        project_in_DW=ParamSpec((D, W), (None, None), std) if projected else None,
+        project_out_WD=ParamSpec((W, D), (None, None), std) if projected else None,
+        layers=[layer_specs(cfg) for _ in range(cfg.num_layers)],
+        final_norm=norm_specs(cfg) if cfg.final_norm else None,
+        unembed_VW=None if cfg.tie_embeddings else embedding,
+    )
+
+
+def scalar_specs(cfg: ModelConfig) -> ScalarModel[ParamSpec]:
+    """The declaration of a reward model or critic: a zero head gives 0 everywhere at first."""
+    return ScalarModel(param_specs(cfg), ParamSpec((cfg.embed_width,), (None,), constant(0.0)))
+
+
+def is_spec(node: object) -> bool:
+    """Whether a node of a tree is a parameter's declaration."""
+    return isinstance(node, ParamSpec)
+
+
+def store_layout(cfg: ModelConfig, mesh: jax.sharding.Mesh) -> Layout:
+    """Where the parameters of a model live."""
+    return Layout.create(mesh, "store", cfg.store_units())
+
+
+def compute_layout(cfg: ModelConfig, mesh: jax.sharding.Mesh) -> Layout:
+    """Where training and scoring compute."""
+    return Layout.create(mesh, "compute", cfg.shard_units())
+
+
+def generate_layout(cfg: ModelConfig, mesh: jax.sharding.Mesh) -> Layout:
+    """Where prefill and decode compute."""
+    return Layout.create(mesh, "generate", cfg.shard_units())
+
+
+def shardings[Tree](specs: Tree, layout: Layout) -> Tree:
+    """The tree with a NamedSharding in place of each spec."""
+    return jax.tree.map(layout.param_sharding, specs, is_leaf=is_spec)
+
+
+def abstract_params[Tree](specs: Tree, layout: Layout, dtype: jnp.dtype) -> Tree:
+    """ShapeDtypeStructs with shardings: what a checkpoint is restored into."""
+    return jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=layout.param_sharding(spec)),
+        specs,
+        is_leaf=is_spec,
+    )
+
+
+def init_params[Tree](specs: Tree, layout: Layout, dtype: jnp.dtype, *, key: jax.Array) -> Tree:
+    """Initial values, born in `layout`: each parameter has its own key, whatever the mesh."""
+    leaves, tree = jax.tree.flatten(specs, is_leaf=is_spec)
+
+    def init(key: jax.Array) -> Tree:
+        keys = jax.random.split(key, len(leaves))
+        values = [spec.initialize(k, dtype) for spec, k in zip(leaves, keys, strict=True)]
+        return jax.tree.unflatten(tree, values)
+
+    return jax.jit(init, out_shardings=shardings(specs, layout))(key)

@@ -1,0 +1,67 @@
+"""All three stages with a model of 0.3M parameters, from scratch, on a CPU."""
+
+from rlhf_jax.data.blend import DataConfig
+from rlhf_jax.models.tiny import QUICKSTART
+from rlhf_jax.stages.config import PPOConfig, RewardConfig, SFTConfig, TrainConfig
+
+MAX_PROMPT = 40
+MAX_ANSWER = 12
+
+
+def quickstart() -> TrainConfig:
+    """The built-in model on the built-in tasks, without network or GPU.
+
+    python -m rlhf_jax.train
+    """
+    return TrainConfig(
+        output_dir="runs/quickstart",
+        actor_model=QUICKSTART,
+        reward_model=QUICKSTART,
+        dtype="float32",
+        data=DataConfig(data_path=(QUICKSTART,), data_split=""),
+        sft=SFTConfig(
+            learning_rate=3e-3,
+            weight_decay=0.01,
+            num_warmup_steps=10,
+            adam_beta2=0.98,
+            batch_size=64,
+            num_train_epochs=2,
+            max_steps=800,
+            max_seq_len=MAX_PROMPT + MAX_ANSWER,
+            loss_on="completion",
+            remat="none",
+        ),
+        reward=RewardConfig(
+            learning_rate=1e-3,
+            weight_decay=0.01,
+            num_warmup_steps=10,
+            adam_beta2=0.98,
+            batch_size=64,
+            max_steps=250,
+            max_seq_len=MAX_PROMPT + MAX_ANSWER,
+            span="last",
+            center_coef=0.01,
+            train_from="actor",
+            remat="none",
+        ),
+        ppo=PPOConfig(
+            actor_learning_rate=3e-4,
+            critic_learning_rate=1e-3,
+            actor_weight_decay=0.01,
+            critic_weight_decay=0.01,
+            lr_scheduler_type="constant",
+            num_warmup_steps=0,
+            adam_beta2=0.98,
+            batch_size=64,
+            max_steps=50,
+            max_prompt_seq_len=MAX_PROMPT,
+            max_answer_seq_len=MAX_ANSWER,
+            kl_coef=0.1,
+            gamma=1.0,
+            lam=1.0,
+            score_clip=5.0,
+            missing_eos_penalty=2.0,
+            reset_critic_head=True,
+            remat="none",
+        ),
+    )

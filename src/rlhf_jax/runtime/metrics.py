@@ -1,0 +1,128 @@
+"""What a run writes while it trains: one JSON object a line, readable while it grows.
+
+`metrics.jsonl`: {"stage", "step", "time", and the metrics}; `samples/<stage>.jsonl`: the fields of
+`Sample` and the step. JSON knows no NaN or infinity: such a number is written as null and its
+name is listed under "nonfinite". Both files are appended to, so a resumed run repeats the steps
+after its checkpoint: `read_rows` keeps the last row of each.
+"""
+
+import json
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import jax
+import numpy as np
+
+type Scalar = float | int | np.ndarray | np.generic | jax.Array
+
+
+class MetricsWriter:
+    """Appends rows to `path`. Of several processes the first writes; the others return values."""
+
+    def __init__(self, path: Path):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(self, stage: str, step: int, metrics: Mapping[str, Scalar]) -> dict[str, float]:
+        """Fetch all device scalars in one transfer, write a row, and return it as floats.
+
+        Until then metrics stay on the device: call it at log steps, not at every step. A metric
+        that is no scalar is a ValueError.
+        """
+        values = _to_floats(metrics)
+        nonfinite = [name for name, value in values.items() if not math.isfinite(value)]
+        row: dict[str, Any] = {"stage": stage, "step": step, "time": time.time()}
+        row |= {name: None if name in nonfinite else value for name, value in values.items()}
+        if nonfinite:
+            row["nonfinite"] = nonfinite
+        _append(self.path, [row])
+        return values
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt and what was said to it; `before` is the model that the stage started from."""
+
+    prompt: str
+    answer: str
+    score: float | None = None
+    answer_before: str | None = None
+    score_before: float | None = None
+
+
+class SampleTable:
+    """Appends samples to `path` (`samples/<stage>.jsonl`), each row with its step."""
+
+    def __init__(self, path: Path):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(self, step: int, samples: Sequence[Sample]) -> None:
+        """One row a sample. Scores that are not finite are written as null."""
+        _append(self.path, [{"step": step, **_finite(asdict(sample))} for sample in samples])
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file in order; of rows with equal stage and step the last one.
+
+    A last line that a killed run left unfinished is skipped; another broken line is a ValueError.
+    """
+    lines = Path(path).read_text(encoding="utf-8").split("\n")
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line) if line else None
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                break
+            raise ValueError(
+                f"{path}, line {number} is no JSON ({error}): {line[:80]!r}"
+            ) from error
+        if row is not None:
+            key = (row["stage"], row["step"])
+            rows.pop(key, None)
+            rows[key] = row
+    return list(rows.values())
+
+
+def _to_floats(metrics: Mapping[str, Scalar]) -> dict[str, float]:
+    values = jax.device_get(dict(metrics))
+    for name, value in values.items():
+        if np.ndim(value):
+            raise ValueError(
+                f"metric {name} has shape {np.shape(value)}, and a row holds scalars: "
+                "reduce it (mean, sum) before it is logged"
+            )
+    return {name: float(value) for name, value in values.items()}
+
+
+def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
+    broken = {k for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
+    return {name: None if name in broken else value for name, value in row.items()}
+
+
+def _append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Whole lines in one write. Half a line that a killed run left at the end makes room."""
+    if jax.process_index() != 0:
+        return
+    text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+    with path.open("ab+") as file:
+        file.truncate(_whole_lines_bytes(file))
+        file.write(text.encode())
+
+
+def _whole_lines_bytes(file: BinaryIO) -> int:
+    """The size of `file` up to and with its last line break."""
+    end = file.seek(0, 2)
+    while end:
+        start = max(0, end - 4096)
+        file.seek(start)
+        found = file.read(end - start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        end = start
+    return 0

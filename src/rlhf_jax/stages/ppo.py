@@ -1,0 +1,213 @@
+"""Step 3: PPO against the reward model. One iteration = generate, score, update."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshes.reshard import put_batch, put_rows
+from rlhf_jax.engine.hybrid import HybridEngine
+from rlhf_jax.engine.ppo_step import (
+    Scorers,
+    ScoringSettings,
+    UpdateSettings,
+    ppo_update,
+    score_rollout,
+)
+from rlhf_jax.engine.step import Metrics
+from rlhf_jax.hf.export import save_hf, save_reward_hf
+from rlhf_jax.hf.pretrained import Pretrained
+from rlhf_jax.objectives.experience import Experience
+from rlhf_jax.runtime.log import progress, say
+from rlhf_jax.runtime.profile import deepspeed_flops
+from rlhf_jax.stages.config import PPOConfig
+from rlhf_jax.stages.evaluate import Evaluator
+from rlhf_jax.stages.prompts import PromptData, ppo_data
+from rlhf_jax.stages.reward import read_statistics
+from rlhf_jax.stages.roles import Cast, Roles, load_roles
+from rlhf_jax.stages.run import Run
+
+SHOWN = ("objective/scores", "objective/kl", "response_length/mean", "policy/clipfrac_avg")
+
+
+def run_ppo(run: Run, actor: Pretrained, reward: Pretrained) -> None:
+    """Trains the actor and leaves it in `actor/`, the critic in `critic/`."""
+    cfg = run.cfg.ppo
+    data = ppo_data(run, actor)
+    num_steps = cfg.max_steps or max(
+        cfg.num_train_epochs * data.train.num_batches // cfg.generation_batches, 1
+    )
+    with jax.set_mesh(run.mesh):
+        roles, cast = load_roles(run, actor, reward, num_steps * cfg.updates_per_iteration)
+        engine = HybridEngine(actor.cfg, run.mesh, actor.cfg.stop_ids)
+        programs = Programs.compile(cfg, cast, reward)
+        evaluator = Evaluator(run, engine, programs.score, data, actor)
+        roles = train(run, roles, engine, programs, data, evaluator, num_steps)
+        save_hf(
+            run.export_dir("actor"), roles.actor.params, actor.cfg, run.cfg.dtype,
+            actor.tokenizer, actor.source_config,
+        )  # fmt: skip
+        save_reward_hf(
+            run.export_dir("critic"), roles.critic.params, reward.cfg, run.cfg.dtype,
+            reward.tokenizer, reward.source_config,
+        )  # fmt: skip
+    results = evaluator.comparison()
+    run.finish_stage("ppo", results | {"steps": num_steps, "skipped": int(roles.actor.skipped)})
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The compiled programs of an iteration, beside the engine's generate."""
+
+    score: Any
+    update: Any
+
+    @classmethod
+    def compile(cls, cfg: PPOConfig, cast: Cast, reward: Pretrained) -> "Programs":
+        """Wraps them in jit; they compile at first use, once per prompt bucket."""
+        mean, std = read_statistics(reward.directory) if cfg.standardize_score else (0.0, 1.0)
+        temperature = cfg.sampling.score_temperature
+        scoring = ScoringSettings(
+            reward=cfg.reward_settings,
+            temperature=temperature,
+            score_mean=mean,
+            score_std=std,
+            recompute_logprobs=cfg.old_logprobs == "train",
+        )
+        settings = UpdateSettings(
+            temperature=temperature,
+            clip_range=cfg.clip_range,
+            value_clip_range=cfg.value_clip_range,
+            value_coef=cfg.value_coef,
+            entropy_coef=cfg.entropy_coef,
+            target_kl=cfg.target_kl,
+            num_parts=cfg.gradient_accumulation_steps,
+            remat=cfg.remat,
+        )
+        score = partial(score_rollout, actor=cast.actor, critic=cast.critic, settings=scoring)
+        update = partial(
+            ppo_update,
+            actor_place=cast.actor,
+            critic_place=cast.critic,
+            optimizers=cast.optimizers,
+            settings=settings,
+        )
+        return cls(jax.jit(score), jax.jit(update, donate_argnums=(0, 1)))
+
+
+def train(
+    run: Run,
+    roles: Roles,
+    engine: HybridEngine,
+    programs: Programs,
+    data: PromptData,
+    evaluator: Evaluator,
+    num_steps: int,
+) -> Roles:
+    """The PPO loop; starts after the last checkpoint on a resume."""
+    cfg, layout = run.cfg.ppo, engine.compute
+    with (
+        run.checkpoints("ppo") as checkpoints,
+        progress("ppo", num_steps, every=run.cfg.log_interval) as bar,
+    ):
+        start = (checkpoints.latest_step() if run.cfg.resume else None) or 0
+        evaluator.measure(0, roles)
+        if start:
+            (actor, critic), _ = checkpoints.restore(start, (roles.actor, roles.critic))
+            roles = replace(roles, actor=actor, critic=critic)
+            say(f"ppo: resumed after step {start}")
+        for step in range(start, num_steps):
+            experiences, metrics = collect(run, roles, engine, programs, data, step)
+            with run.timer.phase("update") as wait:
+                stopped, all_losses = jnp.bool_(False), []
+                for experience, rows in minibatches(cfg, experiences, run.cfg.seed, step):
+                    actor, critic, stopped, losses = programs.update(
+                        roles.actor, roles.critic, experience,
+                        put_rows(rows, layout, None), stopped,
+                    )  # fmt: skip
+                    roles = replace(roles, actor=actor, critic=critic)
+                    all_losses.append(losses)
+                wait.append(all_losses)
+            done = step + 1
+            # Before any update the new log-probabilities are the training graph's of the policy
+            # that sampled: what differs is the sampler's arithmetic.
+            metrics |= all_losses[-1]
+            metrics["rollout/logprob_diff_mean"] = all_losses[0]["policy/abs_log_ratio"]
+            values = run.log("ppo", done, metrics | throughput(run, engine, data))
+            bar.update(done, {name.split("/")[1]: values[name] for name in SHOWN})
+            if run.due(run.cfg.eval_interval, done, num_steps):
+                evaluator.measure(done, roles)
+            if run.interrupted or run.due(run.cfg.save_interval, done, num_steps):
+                checkpoints.save(done, (roles.actor, roles.critic), {"stage": "ppo", "step": done})
+            if run.interrupted:
+                checkpoints.wait()
+                run.stop_if_interrupted("ppo", done)
+    return roles
+
+
+def collect(
+    run: Run, roles: Roles, engine: HybridEngine, programs: Programs, data: PromptData, step: int
+) -> tuple[list[Experience], Metrics]:
+    """Generates and scores the batches of one iteration; metrics are means over them."""
+    cfg = run.cfg.ppo
+    policy = engine.pin(roles.actor.params) if cfg.pin_rollout else roles.actor.params
+    scorers = Scorers(roles.actor.params, roles.reference, roles.critic.params, roles.reward)
+    experiences, all_metrics = [], []
+    for part in range(cfg.generation_batches):
+        prompts = data.train.batch(step * cfg.generation_batches + part)
+        with run.timer.phase("generate") as wait:
+            key = run.key(step, f"generate/{part}")
+            rollout = engine.generate(policy, prompts, cfg.sampling, key=key)
+            wait.append(rollout)
+        with run.timer.phase("score") as wait:
+            experience, metrics = programs.score(
+                scorers, put_batch(prompts, engine.compute), rollout
+            )
+            wait.append(metrics)
+        experiences.append(experience)
+        all_metrics.append(metrics)
+    return experiences, {
+        name: jnp.stack([metrics[name] for metrics in all_metrics]).mean()
+        for name in all_metrics[0]
+    }
+
+
+def minibatches(
+    cfg: PPOConfig, experiences: list[Experience], seed: int, step: int
+) -> Iterator[tuple[Experience, np.ndarray]]:
+    """Which rows of which experience each optimizer step sees, epoch by epoch.
+
+    A minibatch never mixes two generated batches, as in DeepSpeed-Chat; their order and the order
+    of their rows are drawn anew in every epoch.
+    """
+    per_step = min(cfg.rows_per_step, cfg.batch_size)
+    for epoch in range(cfg.ppo_epochs):
+        rng = np.random.default_rng((seed, step, epoch))
+        chunks = [
+            (experience, rows)
+            for experience in experiences
+            for rows in rng.permutation(cfg.batch_size).reshape(-1, per_step)
+        ]
+        for n in rng.permutation(len(chunks)):
+            yield chunks[n]
+
+
+def throughput(run: Run, engine: HybridEngine, data: PromptData) -> dict[str, float]:
+    """Samples a second by wall clock, and DeepSpeed-Chat's generation and training TFLOP/s."""
+    cfg, seconds = run.cfg.ppo, run.timer.peek()
+    rows = cfg.batch_size * cfg.generation_batches
+    length = data.max_prompt + cfg.max_answer_seq_len
+    devices = run.mesh.size * 1e12
+    passes = 3 if cfg.remat == "none" else 4
+    model = engine.cfg
+    generated = deepspeed_flops(model, rows, length, 1)
+    trained = deepspeed_flops(model, rows * cfg.ppo_epochs, length, passes)
+    return {
+        "perf/samples_per_second": rows / sum(seconds.values()),
+        "perf/generation_tflops_per_device": generated / seconds["generate"] / devices,
+        "perf/actor_training_tflops_per_device": trained / seconds["update"] / devices,
+    }

@@ -1,0 +1,175 @@
+"""Step 2: the reward model, from pairs of a better and a worse answer."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshes.layout import Layout
+from rlhf_jax.data.batches import PairBatch, collate_pairs, common_length
+from rlhf_jax.data.blend import load_stage_records
+from rlhf_jax.data.loader import Loader
+from rlhf_jax.data.tokenize import tokenize_pairs
+from rlhf_jax.engine.optimizer import make_optimizer
+from rlhf_jax.engine.state import create_state
+from rlhf_jax.engine.step import Metrics, train_step
+from rlhf_jax.hf.export import save_reward_hf
+from rlhf_jax.hf.pretrained import Pretrained
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.decoder import forward
+from rlhf_jax.models.params import (
+    ScalarModel,
+    compute_layout,
+    scalar_specs,
+    store_layout,
+)
+from rlhf_jax.models.scoring import scalar_scores
+from rlhf_jax.objectives.losses import PairwiseLoss, pairwise_loss
+from rlhf_jax.runtime.log import say
+from rlhf_jax.stages.config import RewardConfig
+from rlhf_jax.stages.run import Run
+from rlhf_jax.stages.sft import PAD_MULTIPLE, first_batches
+from rlhf_jax.stages.supervised import fit, mean_over
+
+STATISTICS_FILE = "score_statistics.json"
+STATISTICS_BATCHES = 16
+
+
+def run_reward(run: Run, base: Pretrained) -> None:
+    """Trains `base` with a scalar head and leaves it in `reward/`."""
+    cfg, model = run.cfg.reward, base.cfg
+    store, compute = store_layout(model, run.mesh), compute_layout(model, run.mesh)
+    loader, eval_batches = reward_data(run, base)
+    num_steps = cfg.max_steps or cfg.num_train_epochs * loader.num_batches
+    optimizer = make_optimizer(cfg.optimizer, scalar_specs(model), num_steps)
+    with jax.set_mesh(run.mesh):
+        params = base.scalar_model(store, run.dtype, key=run.key(0, "init"))
+        state = create_state(params, optimizer)
+        loss = partial(pair_batch_loss, cfg=cfg, model=model, layout=compute)
+        update = jax.jit(
+            partial(
+                train_step, loss_fn=loss, weight_fn=num_pairs, optimizer=optimizer,
+                num_parts=cfg.gradient_accumulation_steps,
+            ),
+            donate_argnums=0,
+        )  # fmt: skip
+        judge = jax.jit(lambda params, batch: (num_pairs(batch), loss(params, batch)[1]))
+
+        def evaluate(state) -> Metrics:
+            means = mean_over(eval_batches, partial(judge, state.params), compute)
+            return {f"eval/{name}": value for name, value in means.items()}
+
+        state, results = fit(
+            run, "reward", state, loader, num_steps, compute, update, evaluate,
+            ("loss", "accuracy", "grad_norm"),
+        )  # fmt: skip
+        directory = run.export_dir("reward")
+        save_reward_hf(
+            directory, state.params, model, run.cfg.dtype, base.tokenizer, base.source_config
+        )
+        used = [loader.batch(n) for n in range(min(STATISTICS_BATCHES, loader.num_batches))]
+        write_statistics(directory, mean_over(used, partial(judge, state.params), compute))
+    held_out = {k: v for k, v in results.items() if k.startswith("eval/")}
+    if held_out:
+        say(f"reward: held-out accuracy {held_out['eval/accuracy']:.3f}")
+    run.finish_stage("reward", held_out | {"steps": num_steps, "skipped": int(state.skipped)})
+
+
+def reward_data(run: Run, base: Pretrained) -> tuple[Loader[PairBatch], list[PairBatch]]:
+    """Training batches, and held-out ones (none where nothing is held out)."""
+    cfg, data = run.cfg.reward, run.cfg.data
+    records = load_stage_records(data, "reward", seed=run.cfg.seed)
+    for note in records.notes:
+        say(note)
+    tokenize = partial(
+        tokenize_pairs,
+        tokenizer=base.tokenizer,
+        max_length=min(cfg.max_seq_len, base.cfg.max_positions),
+        overlong=data.overlong,
+    )
+    rows, report = tokenize(records.train)
+    say(f"reward: {report}")
+    held_out = tokenize(records.eval)[0] if records.eval else []
+    length = min(common_length([*rows, *held_out], PAD_MULTIPLE), base.cfg.max_positions)
+    collate = partial(collate_pairs, length=length)
+    make = partial(Loader, collate=collate, batch_size=cfg.batch_size, seed=run.cfg.seed)
+    return make(rows), first_batches(make, held_out, run.cfg.eval_batches)
+
+
+def num_pairs(batch: Any) -> jax.Array:
+    """How many pairs are real."""
+    return batch.chosen.valid_B.sum()
+
+
+def score_pairs(
+    params: ScalarModel[jax.Array],
+    batch: Any,
+    *,
+    cfg: RewardConfig,
+    model: ModelConfig,
+    layout: Layout,
+) -> PairwiseLoss:
+    """The loss of a batch of pairs and the scores at the last tokens."""
+
+    def scores(tokens_BT: jax.Array) -> jax.Array:
+        hidden = forward(params.body, tokens_BT, model, layout, remat=cfg.remat)
+        return scalar_scores(params, hidden)
+
+    chosen, rejected = batch.chosen, batch.rejected
+    return pairwise_loss(
+        scores(chosen.tokens_BT),
+        scores(rejected.tokens_BT),
+        chosen.tokens_BT,
+        rejected.tokens_BT,
+        chosen.lengths_B,
+        rejected.lengths_B,
+        chosen.valid_B,
+        span=cfg.span,
+        center_coef=cfg.center_coef,
+    )
+
+
+def pair_batch_loss(
+    params: ScalarModel[jax.Array],
+    batch: Any,
+    *,
+    cfg: RewardConfig,
+    model: ModelConfig,
+    layout: Layout,
+) -> tuple[jax.Array, Metrics]:
+    """The mean pairwise loss and its metrics, each a mean over pairs."""
+    pairs = score_pairs(params, batch, cfg=cfg, model=model, layout=layout)
+    share = batch.chosen.valid_B / jnp.maximum(batch.chosen.valid_B.sum(), 1)
+    both = jnp.stack([pairs.chosen_scores_B, pairs.rejected_scores_B])
+    return pairs.loss, {
+        "pair_loss": pairs.loss,
+        "accuracy": pairs.accuracy,
+        "score_chosen": (pairs.chosen_scores_B * share).sum(),
+        "score_rejected": (pairs.rejected_scores_B * share).sum(),
+        "score_square": (jnp.square(both).mean(0) * share).sum(),
+    }
+
+
+def write_statistics(directory: Path, means: Metrics) -> None:
+    """Mean and deviation of the scores of training answers, beside the model."""
+    values = {name: float(value) for name, value in jax.device_get(means).items()}
+    mean = (values["score_chosen"] + values["score_rejected"]) / 2
+    deviation = max(values["score_square"] - mean**2, 1e-12) ** 0.5
+    if jax.process_index() == 0:
+        text = json.dumps({"mean": mean, "std": deviation})
+        (directory / STATISTICS_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def read_statistics(directory: Path | None) -> tuple[float, float]:
+    """Mean and deviation of a reward model's scores; ValueError where it came without them."""
+    path = directory / STATISTICS_FILE if directory else None
+    if path is None or not path.exists():
+        raise ValueError(
+            f"{directory} has no {STATISTICS_FILE}, which step 2 writes: train the reward model "
+            "here, or use its scores as they are with --ppo.standardize-score False"
+        )
+    values = json.loads(path.read_text(encoding="utf-8"))
+    return values["mean"], values["std"]

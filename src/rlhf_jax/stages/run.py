@@ -1,0 +1,163 @@
+"""One run: its directory, mesh, random keys, metrics, checkpoints and interruptions."""
+
+import json
+import shutil
+import signal
+import zlib
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import yaml
+
+from meshes.layout import MeshShape, make_mesh
+from rlhf_jax.runtime.checkpoint import Checkpoints
+from rlhf_jax.runtime.log import say
+from rlhf_jax.runtime.metrics import MetricsWriter, Scalar
+from rlhf_jax.runtime.profile import PhaseTimer
+from rlhf_jax.stages.config import StageName, TrainConfig
+
+CONFIG_FILE, SUMMARY_FILE, METRICS_FILE = "config.yaml", "summary.json", "metrics.jsonl"
+FREE_ON_RESUME = {
+    "step", "resume", "overwrite_output_dir", "output_dir", "mesh", "inference_tp_size",
+    "log_interval", "eval_interval", "eval_batches", "save_interval", "save_total_limit",
+}  # fmt: skip
+"""Fields that a resumed run may change: where and how it runs, not what it computes."""
+
+
+class Run:
+    """What the stages share. Opened once; `close` at the end."""
+
+    def __init__(self, cfg: TrainConfig, shape: MeshShape, inference_tp: int) -> None:
+        self.cfg = cfg
+        self.directory = Path(cfg.output_dir)
+        self.mesh = make_mesh(shape, inference_tp)
+        self.dtype = jnp.dtype(cfg.dtype)
+        self.metrics = MetricsWriter(self.directory / METRICS_FILE)
+        self.timer = PhaseTimer()
+        self.interrupted = False
+        self._seed_key = jax.random.key(cfg.seed)
+
+    def key(self, step: int, purpose: str) -> jax.Array:
+        """The random key of one use in one step: the same on every mesh and after a resume."""
+        named = jax.random.fold_in(self._seed_key, zlib.crc32(purpose.encode()) & 0x7FFFFFFF)
+        return jax.random.fold_in(named, step)
+
+    def log(self, stage: StageName, step: int, metrics: Mapping[str, Scalar]) -> dict[str, float]:
+        """Writes a row of metrics with the phase times since the last one."""
+        return self.metrics.write(stage, step, {**metrics, **self.timer.take()})
+
+    def checkpoints(self, stage: StageName) -> Checkpoints:
+        return Checkpoints(self.directory / "checkpoints" / stage, self.cfg.save_total_limit)
+
+    def export_dir(self, name: str) -> Path:
+        """Where a stage leaves a Hugging Face directory: sft, reward, actor or critic."""
+        return self.directory / name
+
+    def is_done(self, stage: StageName) -> bool:
+        """Whether the summary lists this stage: it ended and its model is exported."""
+        return stage in read_summary(self.directory)
+
+    def finish_stage(self, stage: StageName, results: Mapping[str, Any]) -> None:
+        """Records a stage's results in the summary, which marks it done."""
+        if jax.process_index() == 0:
+            summary = read_summary(self.directory) | {stage: dict(results)}
+            text = json.dumps(summary, indent=2) + "\n"
+            (self.directory / SUMMARY_FILE).write_text(text, encoding="utf-8")
+
+    def due(self, interval: int, step: int, last: int) -> bool:
+        """Whether something with this interval happens after `step` steps, or they were all."""
+        return step == last or (interval > 0 and step % interval == 0)
+
+    def watch_interrupts(self) -> None:
+        """The first ctrl-C ends the run after the step in progress, the second at once."""
+
+        def on_interrupt(signum: int, frame: object) -> None:
+            del signum, frame
+            if self.interrupted:
+                raise KeyboardInterrupt
+            self.interrupted = True
+            say("interrupted: saving after this step (ctrl-C again: stop at once)")
+
+        signal.signal(signal.SIGINT, on_interrupt)
+
+    def stop_if_interrupted(self, stage: StageName, step: int) -> None:
+        """After a checkpoint was written: says how to go on, and ends the run."""
+        say(f"stopped {stage} after step {step}; go on with the same command and --resume")
+        raise KeyboardInterrupt
+
+
+def read_summary(directory: Path) -> dict[str, Any]:
+    """The results of the stages that ended, by stage."""
+    path = directory / SUMMARY_FILE
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def prepare_directory(cfg: TrainConfig, config_yaml: str) -> None:
+    """Makes the output directory, or checks that the run in it is the one to go on with.
+
+    Raises:
+        ValueError: it holds another run, or one with other settings; or nothing to resume.
+    """
+    directory = Path(cfg.output_dir)
+    config_file = directory / CONFIG_FILE
+    holds_run = config_file.exists()
+    if cfg.resume:
+        if not holds_run:
+            raise ValueError(f"--resume: {directory} holds no run (no {CONFIG_FILE})")
+        check_same_settings(cfg, yaml.safe_load(config_file.read_text(encoding="utf-8")))
+    elif directory.exists() and any(directory.iterdir()):
+        if not (cfg.overwrite_output_dir and holds_run):
+            what = "another run" if holds_run else "files of something else"
+            ways = "--resume to go on with it, --overwrite-output-dir to delete it, or "
+            raise ValueError(
+                f"{directory} holds {what}: use {ways if holds_run else ''}another --output-dir"
+            )
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    config_file.write_text(config_yaml, encoding="utf-8")
+
+
+def check_same_settings(cfg: TrainConfig, saved: Mapping[str, Any]) -> None:
+    """ValueError that lists every setting in which a resumed run differs from its config.yaml."""
+    now = flatten(cfg)
+    before = flatten_mapping(saved)
+    names = [name for name in now if name.split(".")[0] not in FREE_ON_RESUME]
+    differing = [
+        f"--{name.replace('_', '-')}: {before[name]} then, {now[name]} now"
+        for name in names
+        if name in before and str(before[name]) != str(now[name])
+    ]
+    if differing:
+        raise ValueError(
+            f"--resume: {cfg.output_dir} was started with other settings:\n  "
+            + "\n  ".join(differing)
+            + "\nuse the same ones, or a new --output-dir"
+        )
+
+
+def flatten(config: object, prefix: str = "") -> dict[str, Any]:
+    """Fields of nested dataclasses by dotted name; sequences as lists."""
+    flat: dict[str, Any] = {}
+    assert is_dataclass(config)
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if is_dataclass(value):
+            flat |= flatten(value, f"{prefix}{item.name}.")
+        else:
+            flat[prefix + item.name] = list(value) if isinstance(value, tuple) else value
+    return flat
+
+
+def flatten_mapping(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Leaves of nested mappings by dotted name."""
+    flat: dict[str, Any] = {}
+    for name, value in mapping.items():
+        if isinstance(value, Mapping):
+            flat |= flatten_mapping(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat

@@ -1,0 +1,145 @@
+"""Step 1: supervised fine-tuning on prompts and answers."""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshes.layout import Layout
+from rlhf_jax.data.batches import TextBatch, collate_text, common_length
+from rlhf_jax.data.blend import load_stage_records
+from rlhf_jax.data.loader import Loader
+from rlhf_jax.data.tokenize import tokenize_sft
+from rlhf_jax.engine.optimizer import make_optimizer
+from rlhf_jax.engine.state import create_state
+from rlhf_jax.engine.step import Metrics, train_step
+from rlhf_jax.hf.export import save_hf
+from rlhf_jax.hf.pretrained import Pretrained
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.decoder import Remat, forward
+from rlhf_jax.models.params import (
+    Params,
+    compute_layout,
+    param_specs,
+    store_layout,
+)
+from rlhf_jax.models.scoring import score_tokens
+from rlhf_jax.objectives.losses import prediction_mask, sft_loss
+from rlhf_jax.runtime.log import say
+from rlhf_jax.stages.config import SFTConfig
+from rlhf_jax.stages.run import Run
+from rlhf_jax.stages.supervised import fit, mean_over
+
+PAD_MULTIPLE = 16
+"""Rows are padded to a multiple of this many tokens."""
+
+
+def run_sft(run: Run, base: Pretrained) -> None:
+    """Trains `base` and leaves it in `sft/`."""
+    cfg, model = run.cfg.sft, base.cfg
+    store, compute = store_layout(model, run.mesh), compute_layout(model, run.mesh)
+    loader, eval_batches = sft_data(run, base)
+    num_steps = cfg.max_steps or cfg.num_train_epochs * loader.num_batches
+    optimizer = make_optimizer(cfg.optimizer, param_specs(model), num_steps)
+    with jax.set_mesh(run.mesh):
+        params = base.params(store, run.dtype, key=run.key(0, "init"))
+        state = create_state(params, optimizer)
+        loss = partial(sft_batch_loss, cfg=cfg, model=model, layout=compute)
+        weight = partial(num_predictions, loss_on=cfg.loss_on)
+        update = jax.jit(
+            partial(
+                train_step, loss_fn=loss, weight_fn=weight, optimizer=optimizer,
+                num_parts=cfg.gradient_accumulation_steps,
+            ),
+            donate_argnums=0,
+        )  # fmt: skip
+        judge = jax.jit(lambda params, batch: (weight(batch), loss(params, batch)[1]))
+
+        def evaluate(state) -> Metrics:
+            means = mean_over(eval_batches, partial(judge, state.params), compute)
+            return {f"eval/{name}": value for name, value in means.items()}
+
+        state, results = fit(
+            run, "sft", state, loader, num_steps, compute, update, evaluate, ("loss", "grad_norm")
+        )
+        save_hf(
+            run.export_dir("sft"), state.params, model, run.cfg.dtype,
+            base.tokenizer, base.source_config,
+        )  # fmt: skip
+    held_out = {k: v for k, v in results.items() if k.startswith("eval/")}
+    if held_out:
+        held_out["eval/perplexity"] = math.exp(held_out["eval/cross_entropy"])
+        say(f"sft: held-out perplexity {held_out['eval/perplexity']:.3f}")
+    run.finish_stage("sft", held_out | {"steps": num_steps, "skipped": int(state.skipped)})
+
+
+def sft_data(run: Run, base: Pretrained) -> tuple[Loader[TextBatch], list[TextBatch]]:
+    """Training batches, and held-out ones (none where nothing is held out)."""
+    cfg, data = run.cfg.sft, run.cfg.data
+    records = load_stage_records(data, "sft", seed=run.cfg.seed)
+    for note in records.notes:
+        say(note)
+    tokenize = partial(
+        tokenize_sft,
+        tokenizer=base.tokenizer,
+        max_length=min(cfg.max_seq_len, base.cfg.max_positions),
+        overlong=data.overlong,
+    )
+    rows, report = tokenize(records.train)
+    say(f"sft: {report}")
+    held_out = tokenize(records.eval)[0] if records.eval else []
+    length = common_length([*rows, *held_out], PAD_MULTIPLE)
+    length = min(length, base.cfg.max_positions)
+    collate = partial(collate_text, length=length)
+    make = partial(Loader, collate=collate, batch_size=cfg.batch_size, seed=run.cfg.seed)
+    return make(rows), first_batches(make, held_out, run.cfg.eval_batches)
+
+
+def first_batches(make: Any, rows: list[Any], limit: int) -> list[Any]:
+    """The first `limit` batches of held-out rows, in order."""
+    if not rows:
+        return []
+    loader = make(rows, shuffle=False)
+    return [loader.batch(n) for n in range(min(limit, loader.num_batches))]
+
+
+def num_predictions(batch: TextBatch, loss_on: str) -> jax.Array:
+    """How many predictions carry loss."""
+    return loss_mask(batch, loss_on).sum().astype(jnp.float32)
+
+
+def loss_mask(batch: Any, loss_on: Any) -> jax.Array:
+    """Which predictions carry loss, `[B, T-1]`."""
+    return prediction_mask(
+        batch.lengths_B,
+        batch.prompt_lengths_B,
+        batch.valid_B,
+        width=batch.tokens_BT.shape[1] - 1,
+        train_on=loss_on,
+    )
+
+
+def sft_batch_loss(
+    params: Params[jax.Array], batch: Any, *, cfg: SFTConfig, model: ModelConfig, layout: Layout
+) -> tuple[jax.Array, Metrics]:
+    """Cross-entropy a token over the predictions that count, and its metrics."""
+    logprobs, entropy = predictions(params, batch.tokens_BT, model, layout, cfg.remat)
+    mask = loss_mask(batch, cfg.loss_on)
+    loss = sft_loss(logprobs, mask)
+    share = mask / jnp.maximum(mask.sum(), 1)
+    return loss, {
+        "cross_entropy": loss,
+        "entropy": (entropy * share).sum(),
+        "accuracy": ((logprobs > -jnp.log(2.0)) * share).sum(),
+    }
+
+
+def predictions(
+    params: Params[jax.Array], tokens_BT: jax.Array, model: ModelConfig, layout: Layout,
+    remat: Remat,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Log p of every next token and the entropy there, `[B, T-1]` each."""
+    hidden = forward(params, tokens_BT, model, layout, remat=remat)
+    return score_tokens(params, hidden[:, :-1], tokens_BT[:, 1:], model, layout)

@@ -1,0 +1,71 @@
+"""The table at the end of a run: what each stage reached, and what PPO changed."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from rlhf_jax.runtime.log import console, say
+from rlhf_jax.stages.run import read_summary
+
+VERDICTS = ("right", "wrong", "unhelpful")
+
+
+def print_summary(directory: Path, seconds: float) -> None:
+    """Prints results by stage, where the files are, and a command to try the model."""
+    summary = read_summary(directory)
+    if "sft" in summary and "eval/perplexity" in summary["sft"]:
+        say(f"sft      held-out perplexity {summary['sft']['eval/perplexity']:.3f}")
+    if "reward" in summary and "eval/accuracy" in summary["reward"]:
+        say(f"reward   held-out accuracy {summary['reward']['eval/accuracy']:.3f}")
+    ppo = summary.get("ppo", {})
+    if ppo.get("before"):
+        print_ppo(ppo["before"], ppo["after"])
+    say(f"finished in {seconds:.0f} s; everything is in {directory}/")
+    for name, what in (("sft", "after step 1"), ("reward", "reward model"), ("actor", "after PPO")):
+        if (directory / name).exists():
+            say(f"  {directory / name}/  {what}, a Hugging Face directory")
+    say(f"  {directory / 'metrics.jsonl'}, {directory / 'samples'}/, {directory / 'config.yaml'}")
+    say(f"try it: python -m rlhf_jax.chat {directory}")
+
+
+def print_ppo(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Reward, KL and length before and after PPO, and where the truth is known, the shares."""
+    for name in ("objective/scores", "objective/kl", "response_length/mean"):
+        say(
+            f"ppo      held-out {name}: {before[f'eval/{name}']:.3f} -> {after[f'eval/{name}']:.3f}"
+        )
+    if "judged" not in before:
+        return
+    for how in ("sampled", "greedy"):
+        console.print(shares_table(how, before["judged"][how], after["judged"][how]))
+    say(sentence(before["judged"], after["judged"]))
+
+
+def shares_table(how: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Table:
+    """Right, wrong and unhelpful answers in percent, by task: after SFT -> after PPO."""
+    title = "sampled at temperature 1" if how == "sampled" else "greedy"
+    table = Table(title=f"held-out answers in %, {title}: after SFT -> after PPO")
+    table.add_column("task")
+    for verdict in VERDICTS:
+        table.add_column(verdict, justify="right")
+    for task in sorted(before, key=lambda task: (task == "all", task)):
+        cells = [f"{100 * before[task][v]:.1f} -> {100 * after[task][v]:.1f}" for v in VERDICTS]
+        table.add_row(task, *cells, end_section=task != "all" and task == sorted(before)[-1])
+    return table
+
+
+def sentence(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """What PPO changed, in a sentence."""
+    points = {
+        (how, verdict): 100 * (after[how]["all"][verdict] - before[how]["all"][verdict])
+        for how in ("sampled", "greedy")
+        for verdict in VERDICTS
+    }
+    return (
+        f"PPO changed the share of right answers by {points['sampled', 'right']:+.1f} points "
+        f"sampled at temperature 1 and by {points['greedy', 'right']:+.1f} greedily; unhelpful "
+        f"ones by {points['sampled', 'unhelpful']:+.1f} and wrong ones by "
+        f"{points['sampled', 'wrong']:+.1f} points (sampled)."
+    )

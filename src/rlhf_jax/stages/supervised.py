@@ -1,0 +1,81 @@
+"""The training loop of the two supervised stages."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from meshes.layout import Layout
+from meshes.reshard import put_batch
+from rlhf_jax.data.loader import Loader
+from rlhf_jax.engine.state import TrainState
+from rlhf_jax.engine.step import Metrics
+from rlhf_jax.runtime.log import progress, say
+from rlhf_jax.stages.config import StageName
+from rlhf_jax.stages.run import Run
+
+Update = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
+Evaluate = Callable[[TrainState], Metrics]
+
+
+def fit(
+    run: Run,
+    stage: StageName,
+    state: TrainState,
+    loader: Loader[Any],
+    num_steps: int,
+    layout: Layout,
+    update: Update,
+    evaluate: Evaluate,
+    shown: tuple[str, ...],
+) -> tuple[TrainState, dict[str, float]]:
+    """Trains for `num_steps`, or for the rest of them after a resume.
+
+    Held-out evaluation before, every `eval_interval` and after; a checkpoint every
+    `save_interval` and at the end. Returns the state and the last evaluation.
+    """
+    cfg = run.cfg
+    with run.checkpoints(stage) as checkpoints, progress_of(run, stage, num_steps) as bar:
+        start = checkpoints.latest_step() if cfg.resume else None
+        if start is not None:
+            state, _ = checkpoints.restore(start, state)
+            say(f"{stage}: resumed after step {start}")
+        first = start or 0
+        results = run.log(stage, first, evaluate(state))
+        for step, batch in loader.batches(first, num_steps):
+            with run.timer.phase("update") as wait:
+                state, metrics = update(state, put_batch(batch, layout))
+                wait.append(metrics)
+            done = step + 1
+            live = None
+            if run.due(cfg.log_interval, done, num_steps):
+                values = run.log(stage, done, metrics)
+                live = {name: values[name] for name in shown}
+            bar.update(done, live)
+            if run.due(cfg.eval_interval, done, num_steps):
+                results = run.log(stage, done, metrics | evaluate(state))
+            if run.interrupted or run.due(cfg.save_interval, done, num_steps):
+                checkpoints.save(done, state, {"stage": stage, "step": done})
+            if run.interrupted:
+                checkpoints.wait()
+                run.stop_if_interrupted(stage, done)
+    return state, results
+
+
+def progress_of(run: Run, stage: StageName, num_steps: int):
+    """The progress bar of a stage."""
+    return progress(stage, num_steps, every=run.cfg.log_interval)
+
+
+def mean_over(
+    batches: list[Any], evaluate: Callable[[Any], tuple[jax.Array, Metrics]], layout: Layout
+) -> Metrics:
+    """Metrics of several batches, each weighted by what it counts (tokens, pairs)."""
+    total: jax.Array | float = 0.0
+    sums: Metrics = {}
+    for batch in batches:
+        weight, metrics = evaluate(put_batch(batch, layout))
+        total = total + weight
+        for name, value in metrics.items():
+            sums[name] = sums.get(name, 0.0) + weight * value
+    return {name: value / total for name, value in sums.items()}

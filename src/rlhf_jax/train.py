@@ -1,0 +1,39 @@
+"""The three stages of RLHF from one command: `python -m rlhf_jax.train --help`.
+
+Exit codes: 0 done, 1 the run failed for a reason that the message gives, 2 wrong flags or config,
+130 interrupted. `RLHF_JAX_TRACEBACK=1` shows where an error came from.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+
+TRACEBACK = "RLHF_JAX_TRACEBACK"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the flags (`sys.argv[1:]` by default) and run the stages that they ask for."""
+    code = 2
+    try:
+        from rlhf_jax.cli import parse, to_yaml
+
+        config = parse(argv)
+        code = 1
+        from rlhf_jax.stages.pipeline import run_pipeline
+
+        run_pipeline(config, to_yaml(config))
+    except (ValueError, OSError) as error:
+        if os.environ.get(TRACEBACK) == "1":
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        if code == 1:
+            print(f"({TRACEBACK}=1 shows where it was raised)", file=sys.stderr)
+        return code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""Names on the command line: each one sets exactly one field, or says why it cannot."""
+
+import pytest
+
+from rlhf_jax.cli import parse
+from rlhf_jax.cli.fields import config_fields, flag_of
+from rlhf_jax.cli.parse import resolve
+from rlhf_jax.stages.config import TrainConfig
+
+
+def values(config: TrainConfig) -> dict[str, object]:
+    return {path: field.value for path, field in config_fields(config).items()}
+
+
+def changed(*argv: str) -> dict[str, object]:
+    """The fields that a command line sets to something else than the quickstart's value."""
+    base, got = values(parse([])), values(parse(argv))
+    return {path: value for path, value in got.items() if value != base[path]}
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("--sft.learning-rate=0.25", {"sft.learning_rate": 0.25}),
+        ("--sft.learning_rate 0.25", {"sft.learning_rate": 0.25}),
+        ("--step 1 --learning-rate 0.25", {"step": (1,), "sft.learning_rate": 0.25}),
+        ("--step=2 --learning_rate 0.25", {"step": (2,), "reward.learning_rate": 0.25}),
+        ("--step 3 --learning-rate 0.25", {"step": (3,), "ppo.actor_learning_rate": 0.25}),
+        ("--ppo.learning-rate=1e-6", {"ppo.actor_learning_rate": 1e-6}),
+        ("--kl-coef 0.5", {"ppo.kl_coef": 0.5}),
+        ("--step 1 3 --max-seq-len 32", {"step": (1, 3), "sft.max_seq_len": 32}),
+        ("--data-path a b", {"data.data_path": ("a", "b")}),
+        ("--data-split 1,1,8", {"data.data_split": "1,1,8"}),
+        ("--ppo.no-train-eos", {"ppo.train_eos": False}),
+        ("--no-train-eos", {"ppo.train_eos": False}),
+        ("--train-eos=false", {"ppo.train_eos": False}),
+        ("--resume", {"resume": True}),
+        ("--ppo.score-clip none", {"ppo.score_clip": None}),
+        ("--eval-iters 3", {"eval_batches": 3}),
+        ("--step 1 --gradient-checkpointing", {"step": (1,), "sft.remat": "full"}),
+        (
+            "--actor-gradient-checkpointing --critic_gradient_checkpointing",
+            {"ppo.remat": "full"},
+        ),
+        ("--seed=-1", {"seed": -1}),
+        ("--seed -1", {"seed": -1}),
+    ],
+)
+def test_name_sets_its_field_and_no_other(argv: str, expected: dict[str, object]) -> None:
+    assert changed(*argv.split()) == expected
+
+
+@pytest.mark.parametrize("path", list(config_fields(TrainConfig())))
+def test_every_field_is_a_flag_in_both_spellings(path: str) -> None:
+    """`--a.b-c` and `--a.b_c` are one flag: given together they are a repeat of that field."""
+    value = "1" if path == "step" else "true"
+    with pytest.raises(ValueError, match=r"given twice|both set"):
+        parse([flag_of(path), value, f"--{path}", value])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--learning-rate 1", "--sft.learning-rate, --reward.learning-rate, --ppo.learning-rate"),
+        ("--step 1 2 --weight-decay 1", "--sft.weight-decay, --reward.weight-decay"),
+        ("--step 3 --weight-decay 1", "--ppo.actor-weight-decay, --ppo.critic-weight-decay"),
+        ("--seed 1 --seed 1", "--seed is given twice"),
+        ("--step 3 --step 1", "--step is given twice"),
+        ("--output-dir a --output_dir b", "--output-dir and --output_dir both set"),
+        ("--step 1 --max-steps 1 --sft.max-steps 1", "--max-steps and --sft.max-steps both set"),
+        ("--config /none --config /none", "no such file"),
+        ("--lerning-rate 1", "did you mean --learning-rate?"),
+        ("--ppo.kl-coeff 1", "did you mean --ppo.kl-coef?"),
+        ("--zzz", "unknown flag --zzz: --help"),
+        ("-x", "two dashes"),
+        ("stray", "in front of all flags"),
+        ("--seed", "--seed takes one value, got none"),
+        ("--seed 1 2", "--seed takes one value, got 2"),
+        ("--seed x", "--seed must be int, got 'x'"),
+        ("--ppo.target-kl x", "--ppo.target-kl must be float | None, got 'x'"),
+        ("--dtype float8", "--dtype must be bfloat16|float32, got 'float8'"),
+        ("--resume maybe", "--resume is a switch"),
+        ("--no-seed", "only a switch can be negated"),
+        ("--step 4", "--step takes any of 1 2 3, got 4"),
+        ("--sft.batch-size 0", "sft: batch_size must be at least 1, got 0"),
+        ("--ppo.gamma 2", "ppo: gamma=2.0"),
+        ("--resume --overwrite-output-dir", "contradict"),
+    ],
+)
+def test_mistake_is_named(argv: str, message: str) -> None:
+    with pytest.raises((ValueError, FileNotFoundError)) as caught:
+        parse(argv.split())
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_flag_off_its_default_is_refused_while_it_is_not_implemented() -> None:
+    """Nothing that would change the result is taken in silence; what is off anyway may be said."""
+    for flag in ("--enable-ema", "--actor_lora_dim=128", "--offload", "--unsup-coef 27.8"):
+        with pytest.raises(ValueError, match="not implemented yet"):
+            parse(flag.split())
+    assert changed("--actor-lora-dim", "0", "--actor_dropout", "0.0") == {}
+
+
+def test_what_is_not_needed_is_accepted_with_a_note() -> None:
+    flags = ["--enable-hybrid-engine", "--deepspeed", "--local_rank=0", "--actor-zero-stage", "3"]
+    config, notes = resolve(flags)
+    assert config == parse([])
+    assert len(notes) == 4
+    assert "fully sharded" in notes[-1]

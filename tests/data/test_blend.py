@@ -1,0 +1,151 @@
+"""The split among stages against hand-computed cases, and the blend of several sources."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlhf_jax.data.blend import (
+    DataConfig,
+    load_stage_records,
+    load_text_records,
+    split_indices,
+)
+
+# (rows, split, sizes of the parts). By hand: 4 rows in 2,4,4 are 0.8, 1.6, 1.6, rounded 1, 2, 2:
+# boundaries 1, 3, 5, one too many, so 0, 2, 4. Python rounds halves to even.
+SIZES = [
+    (10, "2,4,4", (2, 4, 4)),
+    (7, "2,4,4", (1, 3, 3)),
+    (4, "2,4,4", (0, 2, 2)),
+    (6, "2,4,4", (2, 2, 2)),
+    (3, "2,4,4", (1, 1, 1)),
+    (5, "1,1", (3, 2)),
+    (25, "9,1", (23, 2)),
+    (11, "10,0,0", (11, 0, 0)),
+    (3, "0,5,5", (0, 1, 2)),
+    (0, "2,4,4", (0, 0, 0)),
+]
+
+
+def write_prompts(path: Path, letter: str, num_rows: int) -> str:
+    rows = [{"prompt": f"{letter}{n}", "completion": " x"} for n in range(num_rows)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def prompts(records) -> list[str]:
+    return [record.prompt for record in records]
+
+
+@pytest.mark.parametrize(("num_rows", "data_split", "sizes"), SIZES)
+def test_parts_are_slices_of_one_permutation(num_rows, data_split, sizes) -> None:
+    parts = [split_indices(num_rows, data_split, n, seed=1234) for n in range(len(sizes))]
+    assert tuple(map(len, parts)) == sizes
+    # NumPy's own permutation draws the same numbers as shuffling 0 … N-1.
+    expected = np.random.RandomState(1234).permutation(num_rows)
+    np.testing.assert_array_equal(np.concatenate(parts), expected)
+
+
+def test_the_split_of_one_seed_never_changes() -> None:
+    # NumPy guarantees RandomState's stream; these numbers were recorded with NumPy 2.5.
+    assert split_indices(10, "2,4,4", 0, 1234).tolist() == [7, 2]
+    assert split_indices(10, "2,4,4", 2, 1234).tolist() == [4, 5, 6, 3]
+
+
+@pytest.mark.parametrize("data_split", ["", "2,x,4", "0,0,0", "2,-1,4", "2;4;4", "nan,1,1"])
+def test_a_split_that_is_no_list_of_shares_is_an_error(data_split: str) -> None:
+    with pytest.raises(ValueError, match="data_split"):
+        split_indices(10, data_split, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data_path": ()}, "data_path is empty"),
+        ({"data_split": "9,1"}, "has 2 parts: it needs 3"),
+        ({"eval_fraction": 1.0}, "eval_fraction"),
+        ({"overlong": "keep"}, "drop or cut"),
+        ({"max_rows": 0}, "max_rows"),
+    ],
+)
+def test_config_ranges(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**change)
+
+
+def test_stages_share_no_row_and_none_is_lost(tmp_path: Path) -> None:
+    config = DataConfig(data_path=(write_prompts(tmp_path / "a.jsonl", "a", 100),))
+    seen = []
+    for stage, num_train, num_eval in (("sft", 18, 2), ("ppo", 36, 4)):
+        records = load_stage_records(config, stage, seed=5)  # pyright: ignore[reportArgumentType]
+        assert (len(records.train), len(records.eval)) == (num_train, num_eval)
+        seen += prompts(records.train) + prompts(records.eval)
+    assert len(set(seen)) == 60
+
+
+def test_one_source_follows_the_documented_rule(tmp_path: Path) -> None:
+    config = DataConfig(
+        data_path=(write_prompts(tmp_path / "a.jsonl", "a", 20),), eval_fraction=0.0
+    )
+    order = np.random.RandomState(7).permutation(20)
+    records = load_stage_records(config, "ppo", seed=7)
+    assert prompts(records.train) == [f"a{n}" for n in order[12:]]
+    assert not records.eval
+    assert "ppo gets 8 train and 0 eval rows" in records.notes[0]
+
+
+def test_several_sources_are_concatenated_then_permuted_with_the_same_seed(tmp_path: Path) -> None:
+    paths = tuple(write_prompts(tmp_path / f"{c}.jsonl", c, n) for c, n in (("a", 10), ("b", 15)))
+    config = DataConfig(data_path=paths, eval_fraction=0.0)
+    a, b = (np.random.RandomState(3).permutation(n) for n in (10, 15))
+    together = [f"a{n}" for n in a[:2]] + [f"b{n}" for n in b[:3]]
+    order = np.random.RandomState(3).permutation(5)
+    assert prompts(load_stage_records(config, "sft", seed=3).train) == [together[n] for n in order]
+
+
+def test_sft_only_sources_give_all_rows_to_sft_and_none_to_others(tmp_path: Path) -> None:
+    config = DataConfig(
+        data_path=(write_prompts(tmp_path / "a.jsonl", "a", 10),),
+        sft_only_data_path=(write_prompts(tmp_path / "b.jsonl", "b", 6),),
+        eval_fraction=0.0,
+    )
+    sft, ppo = (prompts(load_stage_records(config, s, seed=1).train) for s in ("sft", "ppo"))
+    assert sorted(p for p in sft if p[0] == "b") == [f"b{n}" for n in range(6)]
+    assert len(sft) == 8
+    assert {p[0] for p in ppo} == {"a"}
+
+
+def test_an_eval_split_of_its_own_is_split_like_the_train_rows(tmp_path: Path) -> None:
+    write_prompts(tmp_path / "train.jsonl", "t", 20)
+    write_prompts(tmp_path / "eval.jsonl", "e", 10)
+    records = load_stage_records(DataConfig(data_path=(str(tmp_path),)), "ppo", seed=2)
+    assert len(records.train) == 8
+    assert prompts(records.eval) == [f"e{n}" for n in np.random.RandomState(2).permutation(10)[6:]]
+
+
+def test_without_a_split_every_stage_sees_all_rows_and_max_rows_limits_them(tmp_path: Path) -> None:
+    path = write_prompts(tmp_path / "a.jsonl", "a", 20)
+    config = DataConfig(data_path=(path,), data_split="", eval_fraction=0.25)
+    sft, ppo = (load_stage_records(config, s, seed=0) for s in ("sft", "ppo"))
+    assert sft.train == ppo.train
+    assert sorted(prompts(sft.train + sft.eval)) == sorted(f"a{n}" for n in range(20))
+    few = load_stage_records(
+        DataConfig(data_path=(path,), data_split="", eval_fraction=0.25, max_rows=3), "sft", seed=0
+    )
+    assert (few.train, few.eval) == (sft.train[:3], sft.eval[:3])
+
+
+def test_a_stage_left_without_rows_is_an_error(tmp_path: Path) -> None:
+    path = write_prompts(tmp_path / "a.jsonl", "a", 20)
+    config = DataConfig(data_path=(path,), data_split="10,0,0")
+    with pytest.raises(ValueError, match="'10,0,0' leaves stage ppo none of the rows"):
+        load_stage_records(config, "ppo", seed=0)
+
+
+def test_plain_text_is_neither_split_nor_shuffled(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("one\ntwo\nthree\n")
+    records, notes = load_text_records([str(tmp_path / "t.txt")])
+    assert [record.chosen for record in records] == ["one", "two", "three"]
+    assert notes[0].endswith("t.txt: 3 rows")

@@ -1,0 +1,130 @@
+"""Every implementation of decode_attention equals the NumPy truth and keeps its promises.
+
+On a GPU the compiled kernel takes the interpreter's place: `pytest --noconftest tests/kernels`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas import cases, dispatch
+from kernels_pallas.attention.api import attention
+from kernels_pallas.decode_attention import pallas, tiling
+from kernels_pallas.decode_attention.api import decode_attention
+from kernels_pallas.decode_attention.tiling import Tiling
+from tests.kernels import truth
+
+KERNEL = "pallas" if jax.default_backend() == "gpu" else "interpret"
+IMPLEMENTATIONS = ["reference", KERNEL]
+CASES = [pytest.param(case, id=case.name) for case in cases.DECODE_TESTS]
+BF16 = [c for c in CASES if c.id in ("mha_k64", "mha_k80_ragged_cache", "gqa4_k128")]
+TILINGS = [
+    Tiling(16, 1, 1, False),
+    Tiling(32, 1, 3, False),
+    Tiling(16, 4, 1, True),
+    Tiling(32, 4, 3, True),
+]
+kernel = functools.partial(pallas.decode_attention, interpret=KERNEL == "interpret")
+
+
+def arrays(case: cases.DecodeCase, dtype: str) -> tuple[jax.Array, ...]:
+    """The six arrays of a case, with NaN in the caches where a row must not read."""
+    token = (case.batch, case.kv_heads, case.head_size)
+    cache = (case.batch, case.kv_heads, case.cached, case.head_size)
+    q = truth.normal(0, (case.batch, case.query_heads, case.head_size), dtype)
+    k, v = truth.normal(1, token, dtype), truth.normal(2, token, dtype)
+    positions_B = jnp.asarray(case.row_positions(), jnp.int32)
+    k_cache, v_cache = truth.normal(3, cache, dtype), truth.normal(4, cache, dtype)
+    unread_BS = jnp.arange(case.cached)[None, :] >= positions_B[:, None]
+    k_cache, v_cache = (
+        jnp.where(unread_BS[:, None, :, None], jnp.nan, c) for c in (k_cache, v_cache)
+    )
+    return q, k, v, positions_B, k_cache, v_cache
+
+
+def check(case: cases.DecodeCase, inputs, got, dtype: str) -> None:
+    """The output of active rows, and all of both caches, against the truth."""
+    q, k, v, _, k_cache, v_cache = inputs
+    positions = case.row_positions()
+    out, *caches = truth.decode(q, k, v, positions, k_cache, v_cache, case.window)
+    active = np.array([0 <= p < case.cached for p in positions])
+    assert got[0].dtype == q.dtype and got[0].shape == q.shape
+    truth.assert_close(got[0][active], out[active], dtype)
+    assert np.all(np.isfinite(np.asarray(got[0], np.float32)))
+    for cache, want in zip(got[1:], caches, strict=True):
+        np.testing.assert_array_equal(np.asarray(cache, np.float64), want)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", CASES)
+def test_equals_truth_and_writes_one_row(case: cases.DecodeCase, implementation: str) -> None:
+    """With NaN at every position that the row has not reached yet."""
+    inputs = arrays(case, "float32")
+    got = decode_attention(*inputs, window=case.window, implementation=implementation)
+    check(case, inputs, got, "float32")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", BF16)
+def test_equals_truth_in_bfloat16(case: cases.DecodeCase, implementation: str) -> None:
+    inputs = arrays(case, "bfloat16")
+    got = decode_attention(*inputs, window=case.window, implementation=implementation)
+    check(case, inputs, got, "bfloat16")
+
+
+@pytest.mark.parametrize("plan", TILINGS, ids=str)
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.id in ("gqa3_k8", "window40_gqa4_k8", "inactive_rows")]
+)
+def test_tiling_changes_nothing(case: cases.DecodeCase, plan: Tiling) -> None:
+    inputs = arrays(case, "float32")
+    got = kernel(*inputs, window=case.window, tiling=plan)
+    check(case, inputs, got, "float32")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_decoding_token_by_token_equals_attention(implementation: str) -> None:
+    B, T, H, G, K = 2, 6, 4, 2, 8
+    q, k, v = (truth.normal(i, (B, T, n, K), "float32") for i, n in enumerate((H, G, G)))
+    caches = (jnp.full((B, G, T, K), jnp.nan),) * 2
+    step = jax.jit(functools.partial(decode_attention, implementation=implementation))
+    outs = []
+    for t in range(T):
+        out, *caches = step(q[:, t], k[:, t], v[:, t], jnp.full((B,), t, jnp.int32), *caches)
+        outs.append(out)
+    want = attention(q, k, v, implementation="reference")
+    np.testing.assert_allclose(jnp.stack(outs, axis=1), want, rtol=2e-5, atol=2e-5)
+
+
+def test_chosen_tiling_fits_small_and_large_shapes() -> None:
+    one_row = tiling.choose(1, 32, 1, 64, 512, None)
+    many_rows = tiling.choose(64, 32, 1, 64, 512, None)
+    assert one_row.num_splits > 1 and many_rows == Tiling(32, 1, 1, False)
+    assert tiling.choose(1, 8, 4, 128, 4096, 64).num_splits == 1
+    assert tiling.choose(1, 1, 1, 8, 3, None).num_splits == 1
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="the kernel runs here")
+def test_kernel_without_gpu_says_why() -> None:
+    inputs = arrays(cases.DECODE_TESTS[0], "float32")
+    with pytest.raises(dispatch.Unsupported, match="needs an NVIDIA GPU"):
+        decode_attention(*inputs, implementation="pallas")
+
+
+def test_wrong_arguments_are_named() -> None:
+    q, k, v, positions, k_cache, v_cache = arrays(cases.DECODE_TESTS[0], "float32")
+    with pytest.raises(ValueError, match="expected"):
+        decode_attention(q, k[:, :1], v, positions, k_cache, v_cache)
+    with pytest.raises(ValueError, match="int32"):
+        decode_attention(q, k, v, positions.astype(jnp.float32), k_cache, v_cache)
+    with pytest.raises(ValueError, match="one dtype"):
+        decode_attention(q, k, v, positions, k_cache, v_cache.astype(jnp.bfloat16))
+    with pytest.raises(dispatch.Unsupported, match="one dtype"):
+        decode_attention(
+            q.astype(jnp.bfloat16), k, v, positions, k_cache, v_cache, implementation="interpret"
+        )
+    with pytest.raises(ValueError, match="power of two"):
+        Tiling(48, 1, 1, False)

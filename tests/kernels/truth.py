@@ -1,0 +1,76 @@
+"""The kernels' results in NumPy float64, written row by row and head by head, and the tolerances."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Largest error allowed, relative and absolute, by the dtype of the arrays.
+TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 4e-3}
+
+
+def assert_close(got: jax.Array, want: np.ndarray, dtype: str, scale: float = 1.0) -> None:
+    """Checks an array against its float64 truth at `scale` times the dtype's tolerance."""
+    tolerance = TOLERANCE[dtype] * scale
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=tolerance, atol=tolerance)
+
+
+def normal(seed: int, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    """Standard normal numbers rounded to `dtype`."""
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype=jnp.dtype(dtype))
+
+
+def one_query(q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """softmax(q . keys / sqrt(K)) . values for one query [K] and the keys [n, K] it sees."""
+    scores = keys @ q / np.sqrt(q.size)
+    weights = np.exp(scores - scores.max())
+    return weights @ values / weights.sum()
+
+
+def attention(q_BTHK, k_BTGK, v_BTGK, window: int | None) -> np.ndarray:
+    """Causal grouped-query attention: query i sees keys max(0, i - window + 1)..i."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q_BTHK, k_BTGK, v_BTGK))
+    B, T, H, _ = q.shape
+    per_group = H // k.shape[2]
+    out = np.zeros(q.shape)
+    for b, i, h in np.ndindex(B, T, H):
+        seen = slice(0 if window is None else max(0, i - window + 1), i + 1)
+        g = h // per_group
+        out[b, i, h] = one_query(q[b, i, h], k[b, seen, g], v[b, seen, g])
+    return out
+
+
+def decode(q_BHK, k_BGK, v_BGK, positions, k_cache_BGSK, v_cache_BGSK, window: int | None):
+    """(out, k cache, v cache); the output of a row outside the cache stays zero."""
+    q = np.asarray(q_BHK, np.float64)
+    k_cache, v_cache = (np.array(x, np.float64) for x in (k_cache_BGSK, v_cache_BGSK))
+    S = k_cache.shape[2]
+    per_group = q.shape[1] // k_cache.shape[1]
+    out = np.zeros(q.shape)
+    for b, position in enumerate(positions):
+        if not 0 <= position < S:
+            continue
+        k_cache[b, :, position] = np.asarray(k_BGK, np.float64)[b]
+        v_cache[b, :, position] = np.asarray(v_BGK, np.float64)[b]
+        seen = slice(0 if window is None else max(0, position + 1 - window), position + 1)
+        for h in range(q.shape[1]):
+            g = h // per_group
+            out[b, h] = one_query(q[b, h], k_cache[b, g, seen], v_cache[b, g, seen])
+    return out, k_cache, v_cache
+
+
+def token_logprob(hidden_ND, unembed_VD, targets_N, valid_vocab: int, temperature: float):
+    """(logprob, entropy) one token at a time over the real columns."""
+    hidden, unembed = np.asarray(hidden_ND, np.float64), np.asarray(unembed_VD, np.float64)
+    logprobs, entropies = [], []
+    for row, target in zip(hidden, np.asarray(targets_N), strict=True):
+        logits = unembed[:valid_vocab] @ row / temperature
+        p = np.exp(logits - logits.max())
+        p /= p.sum()
+        logprobs.append(np.log(p[target]))
+        entropies.append(-np.sum(p * np.log(p)))
+    return np.array(logprobs), np.array(entropies)
+
+
+def central_difference(function, x: np.ndarray, direction: np.ndarray, step: float = 1e-5) -> float:
+    """Derivative of a float64 function at x along `direction`."""
+    return (function(x + step * direction) - function(x - step * direction)) / (2 * step)

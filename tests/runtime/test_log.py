@@ -1,0 +1,52 @@
+"""What a person sees: one bar on a terminal, plain lines in a file."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from rlhf_jax.runtime import log
+
+
+def test_in_a_file_every_interval_is_a_plain_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with log.progress("ppo", total=5, every=2) as shown:
+        for done in range(1, 6):
+            shown.update(done, {"reward": done / 10} if done % 2 == 0 else None)
+    lines = capsys.readouterr().out.splitlines()
+    assert [re.sub(r"eta \S+", "eta X", line) for line in lines] == [
+        "ppo  2/5  eta X  reward 0.2",
+        "ppo  4/5  eta X  reward 0.4",
+        "ppo  5/5  eta X  reward 0.4",
+    ]
+    assert lines[-1].startswith("ppo  5/5  eta 0:00")
+
+
+def test_a_fact_is_one_line_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    fact = "mesh [bold]4x2[/bold] " + "x" * 200
+    log.say(fact)
+    log.warn("slow")
+    assert capsys.readouterr().out == f"{fact}\nwarning: slow\n"
+
+
+def test_on_a_terminal_there_is_a_bar_with_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    terminal = Console(file=screen, force_terminal=True, width=120)
+    monkeypatch.setattr(log, "console", terminal)
+    with log.progress("sft", total=4, done=1) as shown:
+        shown.update(3, {"loss": 1.25, "[x]": 2.0})
+        log.say("a fact above the bar")
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
+    assert "a fact above the bar\n" in text
+    assert re.search(r"sft .*3/4 .*eta .*loss 1\.25  \[x\] 2", text)
+
+
+def test_a_silenced_process_prints_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(log, "console", Console())
+    log.silence()
+    log.say("hidden")
+    with log.progress("sft", total=1) as shown:
+        shown.update(1)
+    assert capsys.readouterr().out == ""
