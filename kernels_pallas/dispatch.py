@@ -16,13 +16,13 @@ import jax
 logger = logging.getLogger(__name__)
 
 
-class Unsupported(ValueError):
+class Unsupported(ValueError):  # noqa: N818 (reads as what it says)
     """An implementation was asked for by name and cannot run these arguments here."""
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """`run(*arrays, **options)` and `why_not` of the same arguments: a reason, or None if it runs."""
+    """`run(*arrays, **options)`, and `why_not` of the same: a reason, or None if it runs."""
 
     run: Callable[..., Any]
     why_not: Callable[..., str | None]
@@ -61,9 +61,12 @@ def run(
     """Calls the chosen implementation of `op`.
 
     Args:
+      op: its name in messages.
       table: name to implementation.
       gpu_order: names tried in this order on a GPU; elsewhere only the last of them.
       implementation: a name of the table, or None to choose.
+      *arrays: passed on.
+      **options: passed on.
 
     Raises:
       Unsupported: the named implementation cannot run, with its reason.
@@ -76,7 +79,9 @@ def run(
     return table[chosen].run(*arrays, **options)
 
 
-def _named(op: str, table: Mapping[str, Implementation], name: str, arrays, options) -> str:
+def _named(
+    op: str, table: Mapping[str, Implementation], name: str, arrays: Any, options: Any
+) -> str:
     if name not in table:
         raise ValueError(
             f"{op}: implementation={name!r} does not exist: use one of {sorted(table)}, or None"
@@ -90,7 +95,13 @@ def _named(op: str, table: Mapping[str, Implementation], name: str, arrays, opti
     return name
 
 
-def _first_supported(op: str, table: Mapping[str, Implementation], gpu_order, arrays, options):
+def _first_supported(
+    op: str,
+    table: Mapping[str, Implementation],
+    gpu_order: Sequence[str],
+    arrays: Any,
+    options: Any,
+) -> str:
     if target_platform() != "gpu":
         return gpu_order[-1]
     for name in gpu_order:

@@ -2,13 +2,14 @@
 
     python scripts/bench_kernels.py                          all kernels, real models' shapes
     python scripts/bench_kernels.py --only decode_attention --cases opt-1.3b
-    python scripts/bench_kernels.py --sweep --cases B64      tilings of the decode kernel, best first
-    python scripts/bench_kernels.py --tiny                   small shapes, kernels interpreted (CPU)
+    python scripts/bench_kernels.py --sweep --cases B64      tilings of the decode kernel
+    python scripts/bench_kernels.py --tiny                   small shapes, interpreted (CPU)
 
 Columns: milliseconds a call (best of --repeats), what that is in TB/s (decode: keys and values that
 have to be read) or TFLOP/s, its share of the card's measured ceiling, milliseconds of the plain
 form, and the largest difference from it relative to the plain result's largest entry. Decode calls
-run over several caches in turn, so that the card's cache does not hold them.
+run over several caches in turn, so that the card's cache does not hold them. A swept tiling reads
+form, block x warps / splits.
 """
 
 import argparse
@@ -47,6 +48,7 @@ class Row:
     error: float
 
     def text(self) -> str:
+        """The line, aligned with HEADER."""
         memory, compute = CEILINGS.get(jax.devices()[0].device_kind, (None, None))
         ceiling = memory if self.unit == "TB/s" else compute
         rate = self.work / self.seconds
@@ -69,9 +71,7 @@ def seconds(run: Callable[[], Any], repeats: int, calls: int) -> float:
     best = float("inf")
     for _ in range(repeats):
         start = time.perf_counter()
-        for _ in range(calls):
-            out = run()
-        jax.block_until_ready(out)
+        jax.block_until_ready([run() for _ in range(calls)][-1])
         best = min(best, (time.perf_counter() - start) / calls)
     return best
 
@@ -171,8 +171,9 @@ class DecodeBench:
         self.bytes_read = 2.0 * sum(read) * G * K * jnp.dtype(args.dtype).itemsize
 
     def caches(self, number: int) -> list[tuple[jax.Array, jax.Array]]:
-        B, S, G, K = (getattr(self.case, n) for n in ("batch", "cached", "kv_heads", "head_size"))
-        shape = (B, G, S, K)
+        """`number` pairs of caches filled with normal numbers."""
+        case = self.case
+        shape = (case.batch, case.kv_heads, case.cached, case.head_size)
         return [
             (normal(5 + 2 * i, shape, self.args.dtype), normal(6 + 2 * i, shape, self.args.dtype))
             for i in range(number)
@@ -233,31 +234,35 @@ def decode_rows(case: cases.DecodeCase, args: argparse.Namespace) -> Iterator[Ro
     yield Row(name, fast, bench.bytes_read, "TB/s", plain, error)
 
 
-def sweep_rows(case: cases.DecodeCase, args: argparse.Namespace) -> Iterator[Row]:
-    """Every tiling of the command line, fastest first; the chosen one is marked."""
-    bench = DecodeBench(case, args)
+def sweep_plans(case: cases.DecodeCase, args: argparse.Namespace) -> list[tiling.Tiling]:
+    """The chosen tiling first, then those of the command line."""
     heads_per_group = case.query_heads // case.kv_heads
     chosen = tiling.choose(
         case.batch, case.kv_heads, heads_per_group, case.head_size, case.cached, case.window
     )
-    dots = {"auto": (chosen.use_dot,), "both": (False, True)}[args.dot]
-    grid = itertools.product(args.blocks, args.warps, args.splits, dots)
-    plans = {tiling.Tiling(*plan): None for plan in grid} | {chosen: None}
-    rows = []
-    for plan in plans:
+    splits = args.splits or sorted({1, chosen.num_splits, 2 * chosen.num_splits})
+    # The vector form keeps every head in registers: many of them spill and compile slowly.
+    forms = [form for form in args.forms if form == "dot" or heads_per_group <= 4]
+    grid = itertools.product(args.blocks, args.warps, splits, (form == "dot" for form in forms))
+    return list(dict.fromkeys((chosen, *(tiling.Tiling(*plan) for plan in grid))))
+
+
+def sweep_rows(case: cases.DecodeCase, args: argparse.Namespace) -> Iterator[Row]:
+    """Every tiling as it is measured (the call may run out of time), then the fastest again."""
+    bench, rows = DecodeBench(case, args), []
+    for number, plan in enumerate(sweep_plans(case, args)):
         form = "dot" if plan.use_dot else "vector"
-        mark = " <- chosen" if plan == chosen else ""
-        name = (
-            f"{case.name} block {plan.block} warps {plan.num_warps} splits {plan.num_splits} "
-            f"{form}{mark}"
-        )
+        mark = " (chosen)" if number == 0 else ""
+        name = f"{case.name} {form} {plan.block}x{plan.num_warps}w/{plan.num_splits}{mark}"
         try:
             error = bench.error(name, tiling=plan)
-            rows.append(
-                Row(name, bench.seconds(tiling=plan), bench.bytes_read, "TB/s", None, error)
-            )
+            time_taken = bench.seconds(tiling=plan)
         except jax.errors.JaxRuntimeError as failure:
-            print(f"{name}: does not compile: {str(failure).splitlines()[0][:120]}", flush=True)
+            print(f"{name}: does not run: {str(failure).splitlines()[0][:120]}", flush=True)
+            continue
+        rows.append(Row(name, time_taken, bench.bytes_read, "TB/s", None, error))
+        yield rows[-1]
+    print(f"fastest of {len(rows)} tilings of {case.name}:")
     yield from sorted(rows, key=lambda row: row.seconds)[: args.top]
 
 
@@ -273,11 +278,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--calls", type=int, default=10, help="calls started back to back")
     parser.add_argument("--rounds", type=int, default=20, help="decode: rounds over the caches")
     parser.add_argument("--sweep", action="store_true", help="tilings of the decode kernel")
-    parser.add_argument("--blocks", type=int, nargs="+", default=[16, 32, 64, 128])
+    parser.add_argument("--blocks", type=int, nargs="+", default=[32, 64, 128])
     parser.add_argument("--warps", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--splits", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--dot", choices=("auto", "both"), default="both")
-    parser.add_argument("--top", type=int, default=8, help="rows shown for each swept case")
+    parser.add_argument("--splits", type=int, nargs="+", help="default: 1, chosen, 2 x chosen")
+    forms = ("vector", "dot")
+    parser.add_argument("--forms", nargs="+", choices=forms, default=forms)
+    parser.add_argument("--top", type=int, default=6, help="fastest tilings shown at the end")
     args = parser.parse_args()
     if args.tiny:
         args.repeats, args.calls, args.rounds = 1, 1, 1

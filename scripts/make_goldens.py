@@ -237,7 +237,7 @@ def close(what: str, found: torch.Tensor, expected: np.ndarray) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="Golden checkpoints, and checks of exports.")
     parser.add_argument("--out", type=Path, help="write the golden checkpoints here")
     parser.add_argument("--verify", type=Path, help="check this export")
     parser.add_argument("--against", type=Path, help="the golden checkpoint it came from")

@@ -1,4 +1,4 @@
-"""A tiny random model as a Hugging Face directory, to try the command line and export without the Hub.
+"""A tiny random model as a Hugging Face directory, to try things without the Hub.
 
     python scripts/make_tiny_checkpoint.py --family llama --out /tmp/tiny
 
@@ -26,7 +26,7 @@ CONFIGS: dict[str, ModelConfig] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="A tiny random Hugging Face model.")
     parser.add_argument("--family", choices=sorted(CONFIGS), required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)

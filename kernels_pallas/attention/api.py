@@ -26,6 +26,9 @@ def attention(
     right: causality alone hides the padding from real tokens.
 
     Args:
+      q_BTHK: queries.
+      k_BTGK: keys, in q's dtype.
+      v_BTGK: values, in q's dtype.
       window: query i sees keys j with i - window < j <= i; None for all j <= i.
       implementation: "cudnn" | "reference"; None takes cuDNN where it runs.
 

@@ -29,14 +29,20 @@ def decode_attention(
     window: int | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Writes k, v at positions_B[b] and attends over 0..positions_B[b]; scale K**-0.5, fp32 softmax.
+    """Writes k, v at positions_B[b] and attends over 0..positions_B[b].
 
-    The caches are updated in place when they are donated. Query head h reads key/value head
-    h // (H / G). What lies beyond a row's position is never used and may be NaN.
+    Scale K**-0.5, fp32 softmax. Query head h reads key/value head h // (H / G). The caches are
+    updated in place when they are donated. What lies beyond a row's position is never used and may
+    be NaN.
 
     Args:
+      q_BHK: the new token's queries, one token a row.
+      k_BGK: its keys; written in the cache's dtype.
+      v_BGK: its values; written in the cache's dtype.
       positions_B: int32; a row whose position is outside 0..S-1 is inactive: it writes nothing and
         its output is finite and otherwise unspecified.
+      k_cache_BGSK: keys of the tokens before.
+      v_cache_BGSK: values of the tokens before, in the dtype of the keys.
       window: only the last `window` positions, the new one included; None for all.
       implementation: "pallas" | "interpret" | "reference"; None takes the kernel on a GPU.
 

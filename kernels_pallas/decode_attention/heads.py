@@ -4,7 +4,8 @@ Both keep, per query head, (values weighted so far, running maximum, running sum
 M is query heads per key/value head; the group's key and value tiles are [block, lanes].
 """
 
-from typing import Any
+from abc import ABC, abstractmethod
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,27 @@ MASKED = -1e30
 type HeadState = tuple[jax.Array, jax.Array, jax.Array]
 
 
-class VectorHeads:
+class Heads(ABC):
+    """What the kernel does with a group's heads; the state is an array tree of the form's own."""
+
+    @abstractmethod
+    def empty(self) -> Any:
+        """State before the first key."""
+
+    @abstractmethod
+    def attend(self, state: Any, k: jax.Array, v: jax.Array, ok: jax.Array) -> Any:
+        """Adds a tile of keys, of which those with `ok` [block] count."""
+
+    @abstractmethod
+    def attend_new(self, state: Any, k: jax.Array, v: jax.Array, ok: jax.Array) -> Any:
+        """Adds one key [lanes], if `ok`."""
+
+    @abstractmethod
+    def write(self, refs: list[Any], state: Any) -> None:
+        """Stores the normalized output and, when there is a second ref, the log of the sum."""
+
+
+class VectorHeads(Heads):
     """One head after another on the vector units: best for few heads, where memory is the limit."""
 
     def __init__(self, q_ref: Any, M: int, K: int) -> None:
@@ -26,15 +47,15 @@ class VectorHeads:
             for m in range(M)
         ]
 
+    @override
     def empty(self) -> tuple[HeadState, ...]:
-        """State before the first key."""
         none = jnp.zeros((self.lanes,), jnp.float32), jnp.float32(MASKED), jnp.float32(0.0)
         return tuple(none for _ in self.queries)
 
+    @override
     def attend(
         self, state: tuple[HeadState, ...], k: jax.Array, v: jax.Array, ok: jax.Array
     ) -> tuple[HeadState, ...]:
-        """Adds a tile of keys, of which those with `ok` count."""
         k, v = k.astype(jnp.float32), v.astype(jnp.float32)
         heads = []
         for q, (out, top, total) in zip(self.queries, state, strict=True):
@@ -47,10 +68,10 @@ class VectorHeads:
             heads.append((out, new_top, total * keep + jnp.sum(p)))
         return tuple(heads)
 
+    @override
     def attend_new(
-        self, state: tuple[HeadState, ...], k: jax.Array, v: jax.Array, ok: Any
+        self, state: tuple[HeadState, ...], k: jax.Array, v: jax.Array, ok: jax.Array
     ) -> tuple[HeadState, ...]:
-        """Adds one key [lanes], if `ok`."""
         k, v = k.astype(jnp.float32), v.astype(jnp.float32)
         heads = []
         for q, (out, top, total) in zip(self.queries, state, strict=True):
@@ -61,8 +82,8 @@ class VectorHeads:
             heads.append((out * keep + p * v, new_top, total * keep + p))
         return tuple(heads)
 
+    @override
     def write(self, refs: list[Any], state: tuple[HeadState, ...]) -> None:
-        """Stores the normalized output and, when there is a second ref, the log of the sum."""
         out_ref, *log_sum_refs = refs
         for m, (out, top, total) in enumerate(state):
             out, log_sum = _finish(out, top, total, total)
@@ -71,7 +92,7 @@ class VectorHeads:
                 ref[m] = log_sum
 
 
-class DotHeads:
+class DotHeads(Heads):
     """All heads of the group at once on the tensor cores; rows beyond M are padding."""
 
     def __init__(self, q_ref: Any, M: int, K: int) -> None:
@@ -81,14 +102,14 @@ class DotHeads:
         self.q = load(q_ref, self.ok)
         self.scale = K**-0.5
 
+    @override
     def empty(self) -> HeadState:
-        """State before the first key."""
         rows, lanes = self.q.shape
         top = jnp.full((rows,), MASKED, jnp.float32)
         return jnp.zeros((rows, lanes), jnp.float32), top, jnp.zeros((rows,), jnp.float32)
 
+    @override
     def attend(self, state: HeadState, k: jax.Array, v: jax.Array, ok: jax.Array) -> HeadState:
-        """Adds a tile of keys, of which those with `ok` count."""
         out, top, total = state
         score = plt.dot(self.q, k, trans_b=True) * self.scale
         score = jnp.where(ok[None, :], score, MASKED)
@@ -98,8 +119,8 @@ class DotHeads:
         out = out * keep[:, None] + plt.dot(p.astype(v.dtype), v)
         return out, new_top, total * keep + jnp.sum(p, axis=-1)
 
-    def attend_new(self, state: HeadState, k: jax.Array, v: jax.Array, ok: Any) -> HeadState:
-        """Adds one key [lanes], if `ok`."""
+    @override
+    def attend_new(self, state: HeadState, k: jax.Array, v: jax.Array, ok: jax.Array) -> HeadState:
         out, top, total = state
         k, v = k.astype(jnp.float32), v.astype(jnp.float32)
         score = jnp.sum(self.q.astype(jnp.float32) * k[None, :], axis=-1) * self.scale
@@ -109,14 +130,19 @@ class DotHeads:
         p = jnp.where(ok, jnp.exp(score - new_top), 0.0)
         return out * keep[:, None] + p[:, None] * v[None, :], new_top, total * keep + p
 
+    @override
     def write(self, refs: list[Any], state: HeadState) -> None:
-        """Stores the normalized output and, when there is a second ref, the log of the sum."""
         out_ref, *log_sum_refs = refs
         out, top, total = state
         out, log_sum = _finish(out, top, total, total[:, None])
         plt.store(out_ref, out.astype(out_ref.dtype), mask=self.ok)
         for ref in log_sum_refs:
             plt.store(ref, log_sum, mask=self.row_ok)
+
+
+def make_heads(q_ref: Any, M: int, K: int, *, use_dot: bool) -> Heads:
+    """The group's heads, with its queries loaded."""
+    return DotHeads(q_ref, M, K) if use_dot else VectorHeads(q_ref, M, K)
 
 
 def load(ref: Any, mask: jax.Array | None) -> jax.Array:

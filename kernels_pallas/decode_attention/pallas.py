@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as plt
 
 from kernels_pallas import dispatch
 from kernels_pallas.decode_attention import tiling as tilings
-from kernels_pallas.decode_attention.heads import DotHeads, VectorHeads, load
+from kernels_pallas.decode_attention.heads import load, make_heads
 from kernels_pallas.decode_attention.tiling import Tiling
 
 
@@ -122,7 +122,7 @@ def _kernel(
     token_ok = None if lanes == K else lane_ok
     new_k = load(new_k_ref, token_ok)
     new_v = load(new_v_ref, token_ok)
-    heads = DotHeads(q_ref, M, K) if tiling.use_dot else VectorHeads(q_ref, M, K)
+    heads = make_heads(q_ref, M, K, use_dot=tiling.use_dot)
 
     def step(i: jax.Array, state):
         index = i * block + jnp.arange(block)

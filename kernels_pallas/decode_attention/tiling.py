@@ -17,7 +17,7 @@ class Tiling:
 
     block: cached positions read at a time (power of two).
     num_warps: warps of a program (power of two).
-    num_splits: programs that share one row and key/value head; more than one adds a small reduction.
+    num_splits: programs that share one row and key/value head; more than 1 adds a reduction.
     use_dot: all query heads of a group at once on the tensor cores, in place of one after another
       on the vector units.
     """

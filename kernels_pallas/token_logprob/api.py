@@ -27,10 +27,12 @@ def token_logprob(
 
     Args:
       hidden_ND: one row a token, in the unembedding's dtype.
+      unembed_VD: one row an entry of the vocabulary.
       targets_N: integers in 0..valid_vocab-1 (rows that do not count may hold any of them).
       valid_vocab: columns from here on are padding and have probability 0.
       chunk: rows of logits held at a time: chunk * V * 4 bytes. Larger chunks spend less time on
         adding up the gradient of the unembedding (V * D * 4 bytes, once a chunk).
+      temperature: positive; divides the logits.
       implementation: "chunked" | "reference"; None takes chunked.
 
     Raises:

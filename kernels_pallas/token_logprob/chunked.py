@@ -42,7 +42,14 @@ def token_logprob(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _chunked(hidden_ND, unembed_VD, targets_N, valid_vocab: int, chunk: int, temperature: float):
+def _chunked(
+    hidden_ND: jax.Array,
+    unembed_VD: jax.Array,
+    targets_N: jax.Array,
+    valid_vocab: int,
+    chunk: int,
+    temperature: float,
+) -> tuple[jax.Array, jax.Array]:
     return _forward(hidden_ND, unembed_VD, targets_N, valid_vocab, chunk, temperature)[0]
 
 
@@ -57,7 +64,8 @@ def _forward(hidden_ND, unembed_VD, targets_N, valid_vocab: int, chunk: int, tem
         return target_C1[:, 0] - log_sum_C, entropy_C, log_sum_C
 
     chunks = _split(hidden_ND, chunk), _split(targets_N, chunk)
-    logprob_N, entropy_N, log_sum_N = (x.reshape(-1) for x in lax.map(one_chunk, chunks))
+    results: tuple[jax.Array, ...] = lax.map(one_chunk, chunks)
+    logprob_N, entropy_N, log_sum_N = (x.reshape(-1) for x in results)
     return (logprob_N, entropy_N), (hidden_ND, unembed_VD, targets_N, entropy_N, log_sum_N)
 
 

@@ -1,4 +1,4 @@
-"""Log-probability and entropy of tokens from all logits at once: the meaning of the chunked form."""
+"""Log-probability and entropy of tokens from all logits at once: the chunked form's meaning."""
 
 import jax
 import jax.numpy as jnp

@@ -34,7 +34,9 @@ def layout_on() -> Callable[[str, ModelConfig], Layout]:
 
 
 @pytest.fixture
-def load(layout_on: Callable[[str, ModelConfig], Layout]) -> Callable[..., tuple[Any, ModelConfig, LoadReport]]:
+def load(
+    layout_on: Callable[[str, ModelConfig], Layout],
+) -> Callable[..., tuple[Any, ModelConfig, LoadReport]]:
     """`load(directory, mesh, scalar=…, head=…, dtype=…)`: parameters, config and cost."""
 
     def run(

@@ -91,9 +91,7 @@ def test_shards_have_an_index_and_load_again(golden, load, same_trees, tmp_path)
 
 @pytest.mark.parametrize("kind", ["sequence_classification", "deepspeed_chat"])
 @pytest.mark.parametrize("name", SCORERS)
-def test_reward_models_come_back_from_both_formats(
-    name, kind, golden, load, same_trees, tmp_path
-):
+def test_reward_models_come_back_from_both_formats(name, kind, golden, load, same_trees, tmp_path):
     model, cfg, _ = load(golden(name), "8x1", scalar=True)
     save_reward_hf(tmp_path / "out", model, cfg, "float32", kind=kind)
     same_trees(load(tmp_path / "out", scalar=True)[0], model)
@@ -153,7 +151,8 @@ def test_an_export_replaces_an_earlier_one_and_leaves_other_files(golden, load, 
     save_hf(out, params, cfg, "float32", max_shard_bytes=50_000)
     (out / "notes.txt").write_text("mine")
     save_hf(out, params, cfg, "float32")
-    assert not list(out.glob("model-*")) and not list(out.glob("*.index.json"))
+    assert not list(out.glob("model-*"))
+    assert not list(out.glob("*.index.json"))
     assert (out / "notes.txt").read_text() == "mine"
     assert_same_tensors(out, golden("llama"))
 
@@ -161,7 +160,9 @@ def test_an_export_replaces_an_earlier_one_and_leaves_other_files(golden, load, 
 def test_one_leaf_at_a_time_comes_to_the_host(golden, load, layout_on, tmp_path):
     _, cfg, _ = load(golden("opt"), "8x1")
     cfg = replace(cfg, width=256, embed_width=256, mlp_width=1024, num_layers=6, head_size=64)
-    params = init_params(param_specs(cfg), layout_on("8x1", cfg), jnp.float32, key=jax.random.key(0))
+    params = init_params(
+        param_specs(cfg), layout_on("8x1", cfg), jnp.float32, key=jax.random.key(0)
+    )
     save_hf(tmp_path / "warm", params, cfg, "float32")
     tracemalloc.start()
     save_hf(tmp_path / "out", params, cfg, "float32")

@@ -47,7 +47,8 @@ def test_pickles_are_fetched_only_where_there_are_no_safetensors(monkeypatch, tm
 
     monkeypatch.setattr(hub, "snapshot_download", download)
     assert resolve("facebook/opt-125m") == tmp_path
-    assert "model*.safetensors" in asked[0] and "pytorch_model*.bin" not in asked[0]
+    assert "model*.safetensors" in asked[0]
+    assert "pytorch_model*.bin" not in asked[0]
     assert "pytorch_model*.bin" in asked[1]
     (tmp_path / "model.safetensors").write_bytes(b"")
     resolve("facebook/opt-125m")

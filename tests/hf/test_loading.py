@@ -12,8 +12,8 @@ import pytest
 from rlhf_jax.hf.checkpoint import open_checkpoint
 from rlhf_jax.hf.config_io import load_config
 from rlhf_jax.hf.convert import has_scalar_head, load_with_report
-from rlhf_jax.hf.safetensors_io import read_header, write_file
 from rlhf_jax.hf.export import save_hf
+from rlhf_jax.hf.safetensors_io import read_header, write_file
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.opt import size
 from rlhf_jax.models.params import init_params, param_specs
@@ -112,7 +112,8 @@ def test_a_reward_model_starts_from_a_language_model_with_a_zero_head(golden, lo
         assert np.all(np.asarray(model.head_W) == 0)
         whole, _, _ = load(golden(name))
         np.testing.assert_array_equal(np.asarray(model.body.embed_VW), np.asarray(whole.embed_VW))
-    assert has_scalar_head(golden("opt_scorer")) and not has_scalar_head(golden("opt"))
+    assert has_scalar_head(golden("opt_scorer"))
+    assert not has_scalar_head(golden("opt"))
 
 
 def test_heads_that_were_not_asked_for_are_errors(golden, load):

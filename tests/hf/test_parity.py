@@ -37,11 +37,10 @@ def compute(params, cfg, tokens, *, mesh, logits=True):
 
 def gathered(params, layout: Layout):
     """The two matrices that logits need, whole on every device."""
-    whole = jax.tree.map(
+    return jax.tree.map(
         lambda x: jax.sharding.reshard(x, layout.sharding(*[None] * x.ndim)),
         params.replace(layers=[]),
     )
-    return whole
 
 
 def mesh_of(params):

@@ -21,7 +21,8 @@ def test_views_parameters_and_scalars_are_read(golden):
     np.testing.assert_array_equal(found["whole"], base)
     np.testing.assert_array_equal(found["transposed"], base.T)
     np.testing.assert_array_equal(found["window"], base[1:3, 2:5])
-    assert found["scalar"].shape == () and found["scalar"] == 2.5
+    assert found["scalar"].shape == ()
+    assert found["scalar"] == 2.5
     assert found["parameter"].dtype == ml_dtypes.bfloat16
     np.testing.assert_array_equal(found["parameter"].astype(np.int32), [0, 1, 2])
     np.testing.assert_array_equal(found["integers"], [0, 1, 2, 3])

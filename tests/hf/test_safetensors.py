@@ -31,7 +31,8 @@ def test_the_librarys_files_are_read(tmp_path):
     assert found.keys() == ARRAYS.keys()
     for name, array in ARRAYS.items():
         view = found[name].view()
-        assert view.dtype == array.dtype and view.shape == array.shape
+        assert view.dtype == array.dtype
+        assert view.shape == array.shape
         np.testing.assert_array_equal(view, array)
 
 

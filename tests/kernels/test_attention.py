@@ -17,7 +17,8 @@ CASES = [pytest.param(case, id=case.name) for case in cases.ATTENTION_TESTS]
 def arrays(case: cases.AttentionCase, dtype: str) -> tuple[jax.Array, jax.Array, jax.Array]:
     q_shape = (case.batch, case.length, case.query_heads, case.head_size)
     kv_shape = (case.batch, case.length, case.kv_heads, case.head_size)
-    return tuple(truth.normal(i, s, dtype) for i, s in enumerate((q_shape, kv_shape, kv_shape)))
+    q, k, v = (truth.normal(i, s, dtype) for i, s in enumerate((q_shape, kv_shape, kv_shape)))
+    return q, k, v
 
 
 def dtypes_of(implementation: str) -> list[str]:
@@ -32,7 +33,7 @@ RUNS = [(i, dtype) for i in IMPLEMENTATIONS for dtype in dtypes_of(i)]
 def test_equals_truth(case: cases.AttentionCase, implementation: str, dtype: str) -> None:
     q, k, v = arrays(case, dtype)
     out = attention(q, k, v, window=case.window, implementation=implementation)
-    assert out.dtype == q.dtype and out.shape == q.shape
+    assert (out.dtype, out.shape) == (q.dtype, q.shape)
     truth.assert_close(out, truth.attention(q, k, v, case.window), dtype)
 
 
@@ -56,8 +57,8 @@ def test_gradient_equals_difference_of_truth(
         direction /= np.linalg.norm(direction)
 
         def at(x: np.ndarray, i: int = i) -> float:
-            changed = [x if j == i else y for j, y in enumerate(inputs)]
-            return float(np.sum(truth.attention(*changed, case.window) * weight64))
+            q, k, v = (x if j == i else y for j, y in enumerate(inputs))
+            return float(np.sum(truth.attention(q, k, v, case.window) * weight64))
 
         want = truth.central_difference(at, inputs[i], direction)
         got = np.sum(np.asarray(grad, np.float64) * direction)

@@ -51,7 +51,7 @@ def check(case: cases.DecodeCase, inputs, got, dtype: str) -> None:
     positions = case.row_positions()
     out, *caches = truth.decode(q, k, v, positions, k_cache, v_cache, case.window)
     active = np.array([0 <= p < case.cached for p in positions])
-    assert got[0].dtype == q.dtype and got[0].shape == q.shape
+    assert (got[0].dtype, got[0].shape) == (q.dtype, q.shape)
     truth.assert_close(got[0][active], out[active], dtype)
     assert np.all(np.isfinite(np.asarray(got[0], np.float32)))
     for cache, want in zip(got[1:], caches, strict=True):
@@ -102,7 +102,8 @@ def test_decoding_token_by_token_equals_attention(implementation: str) -> None:
 def test_chosen_tiling_fits_small_and_large_shapes() -> None:
     one_row = tiling.choose(1, 32, 1, 64, 512, None)
     many_rows = tiling.choose(64, 32, 1, 64, 512, None)
-    assert one_row.num_splits > 1 and many_rows == Tiling(32, 1, 1, False)
+    assert one_row.num_splits > 1
+    assert many_rows == Tiling(32, 1, 1, False)
     assert tiling.choose(1, 8, 4, 128, 4096, 64).num_splits == 1
     assert tiling.choose(1, 1, 1, 8, 3, None).num_splits == 1
 

@@ -1,4 +1,4 @@
-"""The kernels' results in NumPy float64, written row by row and head by head, and the tolerances."""
+"""The kernels' results in NumPy float64, row by row and head by head, and the tolerances."""
 
 import jax
 import jax.numpy as jnp

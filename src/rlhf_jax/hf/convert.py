@@ -52,10 +52,10 @@ class LoadReport:
         self.live_bytes -= shard.nbytes
 
 
-def load_params[Tree](
-    directory: Path, cfg: ModelConfig, specs: Tree, layout: Layout, dtype: Any, *,
+def load_params(
+    directory: Path, cfg: ModelConfig, specs: Any, layout: Layout, dtype: Any, *,
     head: Head = "load",
-) -> Tree:  # fmt: skip
+) -> Any:  # fmt: skip
     """Parameters read from `directory`, in `layout` and `dtype`.
 
     `specs` is `param_specs(cfg)`, or `scalar_specs(cfg)` for a reward model or critic: its head
@@ -67,10 +67,10 @@ def load_params[Tree](
     return params
 
 
-def load_with_report[Tree](
-    directory: Path, cfg: ModelConfig, specs: Tree, layout: Layout, dtype: Any, *,
+def load_with_report(
+    directory: Path, cfg: ModelConfig, specs: Any, layout: Layout, dtype: Any, *,
     head: Head = "load",
-) -> tuple[Tree, LoadReport]:  # fmt: skip
+) -> tuple[Any, LoadReport]:  # fmt: skip
     """`load_params`, and what it cost."""
     began, report = time.perf_counter(), LoadReport()
     checkpoint = open_checkpoint(directory)

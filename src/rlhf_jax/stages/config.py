@@ -29,6 +29,8 @@ class SFTConfig:
     weight_decay: float = 0.0
     lr_scheduler_type: Schedule = "cosine"
     num_warmup_steps: int = 0
+    final_lr_fraction: float = 0.0
+    """Where linear and cosine schedules end, as a share of the learning rate."""
     adam_beta2: float = 0.95
     batch_size: int = 64
     """Rows of one optimizer step, over all devices."""
@@ -46,6 +48,7 @@ class SFTConfig:
         check_at_least(self, 1, "batch_size", "gradient_accumulation_steps", "num_train_epochs")
         check_at_least(self, 1, "max_steps", "max_seq_len")
         check_divides(self.batch_size, self.gradient_accumulation_steps)
+        _ = self.optimizer
 
     @property
     def optimizer(self) -> OptimizerConfig:
@@ -53,6 +56,7 @@ class SFTConfig:
             learning_rate=self.learning_rate,
             schedule=self.lr_scheduler_type,
             warmup_steps=self.num_warmup_steps,
+            final_fraction=self.final_lr_fraction,
             weight_decay=self.weight_decay,
             beta2=self.adam_beta2,
         )
@@ -66,6 +70,8 @@ class RewardConfig:
     weight_decay: float = 0.1
     lr_scheduler_type: Schedule = "cosine"
     num_warmup_steps: int = 0
+    final_lr_fraction: float = 0.0
+    """Where linear and cosine schedules end, as a share of the learning rate."""
     adam_beta2: float = 0.95
     batch_size: int = 64
     """Pairs of one optimizer step, over all devices."""
@@ -87,6 +93,7 @@ class RewardConfig:
         check_at_least(self, 1, "max_steps", "max_seq_len")
         check_at_least(self, 0, "center_coef")
         check_divides(self.batch_size, self.gradient_accumulation_steps)
+        _ = self.optimizer
 
     @property
     def optimizer(self) -> OptimizerConfig:
@@ -94,6 +101,7 @@ class RewardConfig:
             learning_rate=self.learning_rate,
             schedule=self.lr_scheduler_type,
             warmup_steps=self.num_warmup_steps,
+            final_fraction=self.final_lr_fraction,
             weight_decay=self.weight_decay,
             beta2=self.adam_beta2,
         )
@@ -109,6 +117,8 @@ class PPOConfig:
     critic_weight_decay: float = 0.0
     lr_scheduler_type: Schedule = "cosine"
     num_warmup_steps: int = 100
+    final_lr_fraction: float = 0.0
+    """Where linear and cosine schedules end, as a share of the learning rate."""
     adam_beta2: float = 0.95
     batch_size: int = 64
     """Prompts answered in one generation, over all devices."""
@@ -162,7 +172,7 @@ class PPOConfig:
         check_at_least(self, 0, "clip_range", "value_clip_range", "value_coef", "entropy_coef")
         check_divides(self.batch_size * self.generation_batches, self.rows_per_step)
         check_divides(self.rows_per_step, self.gradient_accumulation_steps)
-        _ = self.sampling, self.reward_settings
+        _ = self.sampling, self.reward_settings, self.optimizer("actor"), self.optimizer("critic")
 
     @property
     def rows_per_step(self) -> int:
@@ -202,6 +212,7 @@ class PPOConfig:
             learning_rate=self.actor_learning_rate if actor else self.critic_learning_rate,
             schedule=self.lr_scheduler_type,
             warmup_steps=self.num_warmup_steps,
+            final_fraction=self.final_lr_fraction,
             weight_decay=self.actor_weight_decay if actor else self.critic_weight_decay,
             beta2=self.adam_beta2,
         )
@@ -220,23 +231,28 @@ class TrainConfig:
     step: tuple[int, ...] = (1, 2, 3)
     """Stages to run: 1 supervised fine-tuning, 2 reward model, 3 PPO."""
     output_dir: str = "runs/quickstart"
+    """Where the run leaves everything; must be new or empty."""
     actor_model: str = "quickstart"
     """A directory, a Hub name, or `quickstart`: the built-in tiny model, from scratch."""
     reward_model: str = "quickstart"
+    """What the reward model starts from; critic and reward of step 3 where step 2 has not run."""
     mesh: str | None = None
     """FxT or RxFxT; None: all visible GPUs, or min(cores, 2) simulated CPU devices, as Nx1."""
     inference_tp_size: int | None = None
     """Tensor parallelism of decoding; None: the largest that divides devices and heads."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of the working parameters and the computation; masters and moments are float32."""
     seed: int = 1234
     data: DataConfig = field(default_factory=DataConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
     log_interval: int = 10
+    """Steps between rows of metrics in steps 1 and 2; PPO writes one every iteration."""
     eval_interval: int = 0
     """Steps between held-out evaluations; 0: only before and after each stage."""
     eval_batches: int = 8
+    """Held-out batches of an evaluation of steps 1 and 2."""
     save_interval: int = 0
     """Steps between checkpoints; 0: only at the end of each stage."""
     save_total_limit: int = 2
