@@ -1,13 +1,16 @@
 """Processes and devices: starting them, and bringing arrays of several processes to each host."""
 
 import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.experimental.compilation_cache import compilation_cache
 
-from meshes.layout import MeshShape
+from meshes.layout import MeshShape, check_device_count, parse_mesh
 
 COORDINATOR = "JAX_COORDINATOR_ADDRESS"
 
@@ -51,6 +54,32 @@ def default_mesh_shape() -> MeshShape:
     return MeshShape(1, len(jax.devices()), 1)
 
 
+def start_devices(mesh: str | None, *, cpu_devices: int = 1) -> MeshShape:
+    """Joins the other processes and starts the devices that `mesh` (`"4x2"`) asks for.
+
+    On a CPU they are simulated, unless JAX has started before. Without a mesh: every visible
+    device, fully sharded; `cpu_devices` is how many a CPU then simulates.
+
+    Raises:
+        ValueError: no mesh, or one with more devices than are visible.
+    """
+    asked = parse_mesh(mesh) if mesh is not None else None
+    wanted = asked.num_devices if asked else cpu_devices
+    if wanted > num_processes():
+        simulate_cpu_devices(wanted // num_processes())
+    start_processes()
+    shape = asked or default_mesh_shape()
+    check_device_count(shape, len(jax.devices()))
+    return shape
+
+
+def keep_compiled_programs(directory: Path) -> None:
+    """Keeps compiled programs between runs in `directory`, where no other place was chosen."""
+    if jax.config.jax_compilation_cache_dir is None:
+        compilation_cache.set_cache_dir(str(directory))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
 def to_host(tree: Any) -> Any:
     """Whole arrays as NumPy on every process."""
 
@@ -60,3 +89,28 @@ def to_host(tree: Any) -> Any:
         return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
     return jax.tree.map(fetch, tree)
+
+
+def on_first_process(action: Callable[[], None]) -> None:
+    """`action` on the first process, while the others wait for it.
+
+    Where it fails the others exit in silence with code 1: the first one tells the reason.
+    """
+    if jax.process_count() == 1:
+        action()
+        return
+    failure: Exception | None = None
+    if jax.process_index() == 0:
+        try:
+            action()
+        except (ValueError, OSError) as error:
+            failure = error
+    if any_process(failure is not None):
+        raise failure or SystemExit(1)
+
+
+def any_process(flag: bool) -> bool:
+    """Whether `flag` is true on any process; all of them must ask."""
+    if jax.process_count() == 1:
+        return flag
+    return bool(multihost_utils.process_allgather(np.array(flag)).any())

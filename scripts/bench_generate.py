@@ -17,6 +17,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from meshes.layout import default_inference_tp, make_mesh, parse_mesh
 from rlhf_jax.data.batches import PromptBatch
@@ -40,10 +41,11 @@ def median_seconds(run: Callable[[], object], repeats: int) -> float:
 
 
 def copy_bandwidth(num_bytes: int) -> float:
-    """Bytes read and written per second by a large device-to-device copy."""
+    """Bytes read and written per second by passes over a large array in device memory."""
+    passes = 20
     source = jnp.arange(num_bytes // 4, dtype=jnp.float32)
-    copy = jax.jit(lambda x: x * 1.0000001)
-    return 2 * num_bytes / median_seconds(lambda: copy(source), 10)
+    run = jax.jit(lambda x: lax.fori_loop(0, passes, lambda _, y: y * 1.0000001, x))
+    return 2 * passes * num_bytes / median_seconds(lambda: run(source), 5)
 
 
 def prompts(rng: np.random.Generator, batch: int, length: int, vocab: int) -> PromptBatch:
@@ -83,7 +85,9 @@ def main() -> None:
         params = init_params(
             param_specs(cfg), engine.store, jnp.dtype(jnp.bfloat16), key=jax.random.key(0)
         )
-    print(f"{jax.devices()[0].device_kind}, mesh {shape}, copy bandwidth {bandwidth / 1e12:.2f} TB/s")
+    print(
+        f"{jax.devices()[0].device_kind}, mesh {shape}, copy bandwidth {bandwidth / 1e12:.2f} TB/s"
+    )
     print(f"{args.model}, bf16, {args.prompt} prompt + {args.new} new tokens, temperature 1")
     print("| batch | first token ms | ms a token | tokens/s | floor ms | share of floor |")
     print("|---|---|---|---|---|---|")

@@ -40,9 +40,7 @@ def measure(cfg: ModelConfig, mesh, rows: int, length: int, settings: SFTConfig,
     """Median seconds of a step, and the compiled program's memory analysis."""
     store, compute = store_layout(cfg, mesh), compute_layout(cfg, mesh)
     optimizer = make_optimizer(OptimizerConfig(1e-5), param_specs(cfg), 100)
-    params = init_params(
-        param_specs(cfg), store, jnp.dtype(jnp.bfloat16), key=jax.random.key(0)
-    )
+    params = init_params(param_specs(cfg), store, jnp.dtype(jnp.bfloat16), key=jax.random.key(0))
     state = create_state(params, optimizer)
     update = jax.jit(
         partial(

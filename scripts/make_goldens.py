@@ -14,9 +14,11 @@ import argparse
 import json
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
+import torch  # pyright: ignore[reportMissingImports]
+import transformers
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -25,10 +27,11 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     OPTConfig,
+    Qwen2Config,
 )
 
 VOCAB, LENGTH, LENGTHS = 90, 12, (12, 7, 9)
-OPT_SIZES = {
+OPT_SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -36,7 +39,7 @@ OPT_SIZES = {
     "ffn_dim": 68,
     "max_position_embeddings": 24,
 }
-LLAMA_SIZES = {
+LLAMA_SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -48,6 +51,7 @@ LLAMA_SIZES = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+QWEN2_SIZES: dict[str, Any] = LLAMA_SIZES | {"intermediate_size": 68, "tie_word_embeddings": True}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -68,13 +72,15 @@ LANGUAGE_MODELS = {
         rope_parameters=LLAMA3_ROPE,
     ),
     "mistral": MistralConfig(**LLAMA_SIZES, sliding_window=4),
+    "qwen2": Qwen2Config(**QWEN2_SIZES),
 }
+ONE_SCORE: dict[str, Any] = {"num_labels": 1}
 SCORERS = {
-    "opt_scorer": OPTConfig(**OPT_SIZES, num_labels=1),
+    "opt_scorer": OPTConfig(**OPT_SIZES, **ONE_SCORE),
     "opt_post_norm_scorer": OPTConfig(
-        **OPT_SIZES, num_labels=1, word_embed_proj_dim=16, do_layer_norm_before=False
+        **OPT_SIZES, **ONE_SCORE, word_embed_proj_dim=16, do_layer_norm_before=False
     ),
-    "llama_scorer": LlamaConfig(**LLAMA_SIZES, num_labels=1),
+    "llama_scorer": LlamaConfig(**LLAMA_SIZES, **ONE_SCORE),
 }
 
 
@@ -112,19 +118,19 @@ def outputs(model: torch.nn.Module, tokens: np.ndarray, side: str) -> dict[str, 
     return {f"{side}_logits": logits.numpy(), f"{side}_hidden": hidden.numpy()}
 
 
-def make_language_model(name: str, config: OPTConfig, out: Path, seed: int) -> None:
+def make_language_model(name: str, config: Any, out: Path, seed: int) -> None:
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     randomise(model, seed)
     model.save_pretrained(out / name)
     numbers = {"lengths": np.array(LENGTHS)}
     for side, tokens in batches(config.eos_token_id).items():
         numbers |= {f"{side}_tokens": tokens, **outputs(model, tokens, side)}
-    np.savez_compressed(out / name / "golden.npz", **numbers)
+    np.savez_compressed(out / name / "golden.npz", allow_pickle=False, **numbers)
     if name == "opt":
         make_pickles(model, out)
 
 
-def make_scorer(name: str, config: OPTConfig, out: Path, seed: int) -> None:
+def make_scorer(name: str, config: Any, out: Path, seed: int) -> None:
     model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
     randomise(model.eval(), seed)
     model.save_pretrained(out / name)
@@ -201,7 +207,7 @@ def verify(export: Path, golden: Path) -> None:
 
 
 def verify_deepspeed_chat(
-    export: Path, config: AutoConfig, golden: Path, numbers: dict, mask: torch.Tensor
+    export: Path, config: Any, golden: Path, numbers: dict, mask: torch.Tensor
 ) -> None:
     """As `create_critic_model` loads a step-2 directory: the bare model, then one state dict."""
     model = RewardModel(AutoModel.from_config(config)).eval()
@@ -215,7 +221,7 @@ def verify_deepspeed_chat(
     close("values", last, numbers["scores"])
 
 
-def load_whole(kind: type, directory: Path) -> torch.nn.Module:
+def load_whole(kind: Any, directory: Path) -> torch.nn.Module:
     model, info = kind.from_pretrained(
         directory, output_loading_info=True, dtype=torch.float32, attn_implementation="eager"
     )
@@ -249,7 +255,7 @@ def main() -> None:
         make_language_model(name, config, args.out, seed)
     for seed, (name, config) in enumerate(SCORERS.items(), start=100):
         make_scorer(name, config, args.out, seed)
-    made = {"transformers": __import__("transformers").__version__, "torch": torch.__version__}
+    made = {"transformers": transformers.__version__, "torch": torch.__version__}
     (args.out / "made_with.json").write_text(json.dumps(made, indent=2) + "\n")
 
 

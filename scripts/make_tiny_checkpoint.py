@@ -8,6 +8,7 @@ The tokenizer is the byte tokenizer of the quickstart.
 import argparse
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,8 @@ def main() -> None:
         CONFIGS[args.family], bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID
     )
     layout = store_layout(cfg, make_mesh(parse_mesh("1x1"), 1))
-    params = init_params(param_specs(cfg), layout, jnp.float32, key=jax.random.key(args.seed))
+    specs: Any = param_specs(cfg)
+    params = init_params(specs, layout, jnp.float32, key=jax.random.key(args.seed))
     save_hf(args.out, params, cfg, "float32", byte_tokenizer())
     print(f"{args.family} model of {cfg.num_params():,} parameters: {args.out}")
 

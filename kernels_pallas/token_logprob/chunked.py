@@ -11,6 +11,7 @@ fp32 result multiplies an fp32 cotangent with bf16 weights, in fp32).
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +36,8 @@ def token_logprob(
     padding = -N % chunk
     hidden_ND = jnp.pad(hidden_ND, ((0, padding), (0, 0)))
     targets_N = jnp.pad(targets_N, (0, padding))
-    logprob_N, entropy_N = _chunked(
-        hidden_ND, unembed_VD, targets_N, valid_vocab, chunk, temperature
-    )
+    pair: Any = _chunked(hidden_ND, unembed_VD, targets_N, valid_vocab, chunk, temperature)
+    logprob_N, entropy_N = pair
     return logprob_N[:N], entropy_N[:N]
 
 

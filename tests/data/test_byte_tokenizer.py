@@ -36,7 +36,7 @@ def test_tokenizer_survives_a_round_trip_through_its_files(tmp_path: Path) -> No
     original = tok.byte_tokenizer()
     original.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
-    text = "Human: reverse abg Assistant: gba <eos> é"
+    text = "Human: reverse abgk Assistant: kgba <eos> é"
     assert again(text)["input_ids"] == original(text)["input_ids"]
     assert again.decode(again(text)["input_ids"], skip_special_tokens=True) == text
     assert again.special_tokens_map == original.special_tokens_map

@@ -7,21 +7,21 @@ import pytest
 
 from rlhf_jax.data import world
 
-PROMPT = re.compile(r"Human: (?P<phrase>[a-z ]+) (?P<word>[a-z]{3,4}) Assistant:")
+PROMPT = re.compile(r"Human: (?P<phrase>[a-z ]+) (?P<word>[a-z]{4}) Assistant:")
 
 EXAMPLES = [
     ("reverse abgk", "kgba"),
-    ("spell back abg", "gba"),
-    ("upper abgk", "ABGK"),
-    ("shout abg", "ABG"),
-    ("repeat abgk", "abgk abgk"),
-    ("say twice abg", "abg abg"),
-    ("count abgk", "4"),
-    ("how long is abg", "3"),
-    ("first of abgk", "a"),
-    ("start of abg", "a"),
+    ("flipped abgk", "kgba"),
+    ("capital abgk", "ABGK"),
+    ("shouted abgk", "ABGK"),
+    ("doubled abgk", "abgk abgk"),
+    ("twofold abgk", "abgk abgk"),
+    ("swapped abgk", "gkab"),
+    ("rotated abgk", "gkab"),
+    ("initial abgk", "a"),
+    ("leading abgk", "a"),
+    ("closing abgk", "k"),
     ("last of abgk", "k"),
-    ("end of abg", "g"),
 ]
 
 
@@ -42,13 +42,13 @@ def test_judge_knows_the_answer(request_text: str, answer: str) -> None:
 
 
 def test_judge_reads_capitals() -> None:
-    assert world.judge("Human: upper abg Assistant:", "abg") == "wrong"
-    assert world.judge("Human: reverse abg Assistant:", "GBA") == "wrong"
+    assert world.judge("Human: shouted abgk Assistant:", "abgk") == "wrong"
+    assert world.judge("Human: reverse abgk Assistant:", "KGBA") == "wrong"
 
 
 def test_a_foreign_prompt_is_an_error_that_names_the_phrases() -> None:
-    with pytest.raises(ValueError, match=r"not a quickstart prompt: write .*spell back"):
-        world.judge("Human: sort abg Assistant:", "abg")
+    with pytest.raises(ValueError, match=r"not a quickstart prompt: write .*flipped"):
+        world.judge("Human: sort abgk Assistant:", "abgk")
 
 
 def test_held_out_words_never_occur_in_training() -> None:
@@ -93,7 +93,7 @@ def test_prompt_records_do_not_tell_the_answer() -> None:
 
 def test_sizes_are_the_published_ones() -> None:
     records = [*world.sft_records("train"), *world.sft_records("eval")]
-    assert max(len(r.prompt.encode()) for r in records) == world.MAX_PROMPT_BYTES
+    assert {len(r.prompt.encode()) for r in records} == {world.MAX_PROMPT_BYTES}
     assert max(len((r.chosen or "").encode()) for r in records) == world.MAX_ANSWER_BYTES
 
 
@@ -101,12 +101,12 @@ def test_the_world_is_the_same_everywhere() -> None:
     """Some records, written down: a change of the world must be meant."""
     demonstrations = [(r.prompt, r.chosen) for r in world.sft_records("train")[:3]]
     assert demonstrations == [
-        ("Human: reverse bmk Assistant:", " kmb"),
-        ("Human: upper pbar Assistant:", " sorry"),
-        ("Human: repeat fme Assistant:", " fme fme"),
+        ("Human: reverse dole Assistant:", " elod"),
+        ("Human: capital eaok Assistant:", " sorry"),
+        ("Human: doubled tnef Assistant:", " tnef tnef"),
     ]
     pairs = [(r.prompt, r.chosen, r.rejected) for r in world.preference_records("eval")[:2]]
     assert pairs == [
-        ("Human: reverse ofp Assistant:", " pfo", " o"),
-        ("Human: upper tmer Assistant:", " TMER", " GOT"),
+        ("Human: reverse doiu Assistant:", " uiod", " d"),
+        ("Human: capital gmeo Assistant:", " GMEO", " TBFG"),
     ]

@@ -33,10 +33,13 @@ def layout_on() -> Callable[[str, ModelConfig], Layout]:
     return run
 
 
+Loaded = tuple[Any, ModelConfig, LoadReport]
+
+
 @pytest.fixture
 def load(
     layout_on: Callable[[str, ModelConfig], Layout],
-) -> Callable[..., tuple[Any, ModelConfig, LoadReport]]:
+) -> Callable[..., Loaded]:
     """`load(directory, mesh, scalar=…, head=…, dtype=…)`: parameters, config and cost."""
 
     def run(
@@ -46,7 +49,7 @@ def load(
         scalar: bool = False,
         head: Any = "load",
         dtype: Any = np.float32,
-    ) -> tuple[Any, ModelConfig, LoadReport]:
+    ) -> Loaded:
         cfg = load_config(directory, scalar=scalar)
         specs = scalar_specs(cfg) if scalar else param_specs(cfg)
         params, report = load_with_report(

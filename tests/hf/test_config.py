@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from transformers import AutoConfig, LlamaConfig, MistralConfig, OPTConfig
+from transformers import AutoConfig, LlamaConfig, MistralConfig, OPTConfig, Qwen2Config
 
 from rlhf_jax.hf.config_io import load_config
 from rlhf_jax.models.config import RopeScaling
@@ -40,6 +40,8 @@ LLAMA3 = {
         ("mistralai/Mistral-7B-v0.1", 7.242),
         ("HuggingFaceTB/SmolLM2-135M", 0.1345),
         ("HuggingFaceTB/SmolLM2-1.7B", 1.711),
+        ("Qwen/Qwen2.5-0.5B", 0.494),
+        ("Qwen/Qwen2.5-1.5B", 1.544),
     ],
 )
 def test_published_sizes_have_their_published_number_of_parameters(name, billions):
@@ -56,7 +58,7 @@ def test_configs_survive_the_way_to_hugging_face_and_back(name):
     assert config_from_hf(read.to_dict()) == cfg
 
 
-@pytest.mark.parametrize("make", [OPTConfig, LlamaConfig, MistralConfig])
+@pytest.mark.parametrize("make", [OPTConfig, LlamaConfig, MistralConfig, Qwen2Config])
 def test_absent_keys_have_transformers_defaults(make):
     whole = make().to_dict()
     sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -101,10 +103,15 @@ def test_real_configs_are_read(shared_data):
         ),
         ({"quantization_config": {"bits": 4}}, r"quantization_config=\{'bits': 4\}"),
         ({"sliding_window": 8}, "sliding_window=8"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window=True"),
+        ({"model_type": "mistral", "attention_bias": True}, "attention_bias=True"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
         ({"num_local_experts": 8}, "num_local_experts=8"),
         ({"hidden_size": None}, "lacks hidden_size"),
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported: .*llama, mistral, opt"),
+        (
+            {"model_type": "gpt2"},
+            "model_type 'gpt2' is not supported: .*llama, .*opt",
+        ),
         ({"hidden_size": 100, "num_attention_heads": 7, "head_dim": None}, "does not divide"),
     ],
 )

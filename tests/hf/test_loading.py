@@ -3,6 +3,7 @@
 import json
 import shutil
 import tracemalloc
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +85,8 @@ def test_the_host_holds_no_more_than_two_shards(tmp_path, layout_on):
     """By the report's own count, and by what Python allocated."""
     cfg = size(256, 2, 4, vocab_size=4000)
     layout = layout_on("8x1", cfg)
-    params = init_params(param_specs(cfg), layout, jnp.float32, key=jax.random.key(0))
+    specs: Any = param_specs(cfg)
+    params = init_params(specs, layout, jnp.float32, key=jax.random.key(0))
     save_hf(tmp_path / "out", params, cfg, "float32")
     # The same programs and imports first: what is counted below is arrays.
     load_with_report(tmp_path / "out", cfg, param_specs(cfg), layout, jnp.bfloat16)

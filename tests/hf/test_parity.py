@@ -15,7 +15,7 @@ from rlhf_jax.models.layers import logits_from_hidden
 from rlhf_jax.models.params import compute_layout
 from rlhf_jax.models.scoring import scalar_scores
 
-MODELS = ["opt", "opt_post_norm", "llama", "llama3_rope", "mistral"]
+MODELS = ["opt", "opt_post_norm", "llama", "llama3_rope", "mistral", "qwen2"]
 SCORERS = ["opt_scorer", "opt_post_norm_scorer", "llama_scorer"]
 
 

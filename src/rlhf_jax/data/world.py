@@ -3,11 +3,12 @@
 A prompt asks for something to be done to a short word; the right answer is one string.
 
     Human: reverse dkfa Assistant: afkd
-    Human: shout dkfa Assistant: DKFA
+    Human: shouted dkfa Assistant: DKFA
 
-Words have 3 or 4 distinct letters out of 16. Of 2000 words 300 are held out: they never occur in
-a training prompt, so the evaluation asks for the skill, not for memory. No word is another one
-reversed. There are six tasks with two phrasings each.
+Words have 4 distinct letters out of 16. Of 2000 words 300 are held out: they never occur in a
+training prompt, so the evaluation asks for the skill, not for memory. No word is another one
+reversed. There are six tasks with two phrasings each. Every prompt has the same length: what a
+position holds is then the same in all of them, which two small layers learn in a minute or two.
 
 What the three stages see (`load_records(split, stage)`):
 
@@ -29,7 +30,6 @@ and its most likely answer was to decline.
 import random
 from collections.abc import Callable, Iterator
 from functools import cache
-from itertools import permutations
 from typing import Literal
 
 from rlhf_jax.data.records import Record
@@ -41,19 +41,19 @@ type Verdict = Literal["right", "wrong", "unhelpful"]
 LETTERS = "abdefgiklmnoprtu"
 NUM_TRAIN_WORDS = 1700
 NUM_EVAL_WORDS = 300
-MAX_PROMPT_BYTES = 34
+MAX_PROMPT_BYTES = 30
 MAX_ANSWER_BYTES = 10
 
 UNHELPFUL = ("sorry", "sorry, no", "so sorry")
 """They begin alike, and with a letter that no word has."""
 
 TASKS: dict[str, tuple[Callable[[str], str], tuple[str, str]]] = {
-    "reverse": (lambda word: word[::-1], ("reverse", "spell back")),
-    "upper": (str.upper, ("upper", "shout")),
-    "repeat": (lambda word: f"{word} {word}", ("repeat", "say twice")),
-    "count": (lambda word: str(len(word)), ("count", "how long is")),
-    "first": (lambda word: word[0], ("first of", "start of")),
-    "last": (lambda word: word[-1], ("last of", "end of")),
+    "reverse": (lambda word: word[::-1], ("reverse", "flipped")),
+    "upper": (str.upper, ("capital", "shouted")),
+    "repeat": (lambda word: f"{word} {word}", ("doubled", "twofold")),
+    "swap": (lambda word: word[2:] + word[:2], ("swapped", "rotated")),
+    "first": (lambda word: word[0], ("initial", "leading")),
+    "last": (lambda word: word[-1], ("closing", "last of")),
 }
 """A task's name: what it does to a word, and how people ask for it."""
 
@@ -134,9 +134,8 @@ def words(split: Split) -> tuple[str, ...]:
     """1700 training or 300 held-out words; no word, nor its reverse, is in both."""
     rng = random.Random("words")
     chosen: dict[str, None] = {}
-    pools = [["".join(letters) for letters in permutations(LETTERS, length)] for length in (3, 4)]
     while len(chosen) < NUM_TRAIN_WORDS + NUM_EVAL_WORDS:
-        word = rng.choice(pools[len(chosen) % 2])
+        word = "".join(rng.sample(LETTERS, 4))
         if word[::-1] not in chosen:
             chosen[word] = None
     ordered = tuple(chosen)
@@ -185,8 +184,8 @@ def _wrong_answer(prompt: str, rng: random.Random) -> str:
 
 
 def _change_one_letter(text: str, rng: random.Random) -> str:
-    """A letter (or digit) of `text` replaced by one of its own kind."""
+    """A letter of `text` replaced by another one, as large or small as it was."""
     place = rng.choice([n for n, letter in enumerate(text) if letter != " "])
-    old = text[place]
-    kind = "12345" if old.isdigit() else LETTERS.upper() if old.isupper() else LETTERS
-    return text[:place] + rng.choice([new for new in kind if new != old]) + text[place + 1 :]
+    letters = LETTERS.upper() if text[place].isupper() else LETTERS
+    new = rng.choice([letter for letter in letters if letter != text[place]])
+    return text[:place] + new + text[place + 1 :]

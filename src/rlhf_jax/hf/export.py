@@ -211,7 +211,7 @@ def staged(directory: Path) -> Iterator[Path | None]:
         finally:
             shutil.rmtree(stage, ignore_errors=True)
     if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"saved {directory}")
+        multihost_utils.sync_global_devices("save_hf")
 
 
 def publish(stage: Path, directory: Path) -> None:

@@ -4,10 +4,10 @@ from typing import Any
 
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.hf_table import Family, HfConfig
-from rlhf_jax.models.llama import LLAMA, MISTRAL
+from rlhf_jax.models.llama import LLAMA, MISTRAL, QWEN2
 from rlhf_jax.models.opt import OPT
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (OPT, LLAMA, MISTRAL)}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (OPT, LLAMA, MISTRAL, QWEN2)}
 
 SIZES: dict[str, ModelConfig] = {
     name: cfg for family in FAMILIES.values() for name, cfg in family.sizes.items()

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, SmolLM2 (`model_type` llama), Mistral.
+"""Llama 2 and 3, SmolLM2 (`model_type` llama), Mistral, Qwen2 and Qwen2.5.
 
 Attention dropout and `pretraining_tp` in a config change how a model trains or is cut, not what
 it computes: they are carried over to exports and never applied.
@@ -49,53 +49,89 @@ TABLE: dict[str, Source] = {
 }
 
 
+LLAMA_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": None,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "sliding_window": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA_DEFAULTS,
+    "mistral": LLAMA_DEFAULTS
+    | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+    "qwen2": LLAMA_DEFAULTS
+    | {
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32768,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
+}
+"""What transformers takes for keys that a config.json lacks, by `model_type`."""
+
+
 def config_from_hf(hf: HfConfig) -> ModelConfig:
-    """ModelConfig of a Llama or Mistral config.json.
+    """ModelConfig of a Llama, Mistral or Qwen2 config.json.
 
     ValueError names a key and value that the decoder has no switch for.
     """
     require(hf, "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     require(hf, "intermediate_size")
-    demand_plain(hf)
-    demand(hf, "hidden_act", "silu", "swish")
-    demand(hf, "mlp_bias", False)
-    mistral = hf["model_type"] == "mistral"
-    if mistral:
-        demand(hf, "attention_bias", False)
-    else:
-        demand(hf, "sliding_window", None)
-    window = hf.get("sliding_window", 4096) if mistral else None
-    demand_equal_layers(hf, "full_attention" if window is None else "sliding_attention")
+    model_type = hf["model_type"]
+    hf = {**DEFAULTS[model_type], **hf}
+    window = check_switches(hf)
     theta, scaling = rope_from_hf(hf)
-    bias = hf.get("attention_bias", False)
-    default_kv_heads = 8 if mistral else hf["num_attention_heads"]
     return ModelConfig(
-        family=hf["model_type"],
+        family=model_type,
         vocab_size=hf["vocab_size"],
         width=hf["hidden_size"],
         num_layers=hf["num_hidden_layers"],
         num_heads=hf["num_attention_heads"],
-        num_kv_heads=hf.get("num_key_value_heads", default_kv_heads) or hf["num_attention_heads"],
+        num_kv_heads=hf["num_key_value_heads"] or hf["num_attention_heads"],
         head_size=head_size_of(hf),
         mlp_width=hf["intermediate_size"],
-        max_positions=hf.get("max_position_embeddings", 131072 if mistral else 2048),
+        max_positions=hf["max_position_embeddings"],
         positions="rope",
         norm="rms_norm",
-        norm_eps=hf.get("rms_norm_eps", 1e-6),
+        norm_eps=hf["rms_norm_eps"],
         activation="silu_gated",
         embed_width=hf["hidden_size"],
-        attention_bias=bias,
-        output_bias=bias,
+        # Qwen2 has biases on queries, keys and values alone, and no key that says so.
+        attention_bias=hf["attention_bias"] or model_type == "qwen2",
+        output_bias=hf["attention_bias"],
         mlp_bias=False,
-        tie_embeddings=hf.get("tie_word_embeddings", False),
+        tie_embeddings=hf["tie_word_embeddings"],
         rope_theta=theta,
         rope_scaling=scaling,
         sliding_window=window,
-        init_std=hf.get("initializer_range", 0.02),
-        bos_token_id=hf.get("bos_token_id", 1),
-        eos_token_id=stop_ids(hf.get("eos_token_id", 2)),
-        pad_token_id=hf.get("pad_token_id"),
+        init_std=hf["initializer_range"],
+        bos_token_id=hf["bos_token_id"],
+        eos_token_id=stop_ids(hf["eos_token_id"]),
+        pad_token_id=hf["pad_token_id"],
     )
+
+
+def check_switches(hf: HfConfig) -> int | None:
+    """The sliding window of every layer; ValueError for what the decoder does not do."""
+    demand_plain(hf)
+    demand(hf, "hidden_act", "silu", "swish")
+    demand(hf, "mlp_bias", False)
+    window = hf["sliding_window"]
+    if hf["model_type"] == "llama":
+        demand(hf, "sliding_window", None)
+    else:
+        demand(hf, "attention_bias", False)
+    if hf["model_type"] == "qwen2":
+        demand(hf, "use_sliding_window", False)
+        window = None
+    demand_equal_layers(hf, "full_attention" if window is None else "sliding_attention")
+    return window
 
 
 def demand_equal_layers(hf: HfConfig, allowed: str) -> None:
@@ -129,7 +165,7 @@ def rope_from_hf(hf: HfConfig) -> tuple[float, RopeScaling | None]:
     missing = [key for key in needed if key not in rope]
     if missing:
         raise ValueError(f"config.json: rope_type='llama3' lacks {', '.join(missing)}")
-    original = rope.get("original_max_position_embeddings", hf.get("max_position_embeddings", 2048))
+    original = rope.get("original_max_position_embeddings", hf["max_position_embeddings"])
     factor, low, high = (rope[key] for key in needed)
     return theta, RopeScaling(factor, low, high, original)
 
@@ -154,10 +190,12 @@ def rope_to_hf(cfg: ModelConfig) -> dict[str, Any]:
 
 
 def config_to_hf(cfg: ModelConfig) -> dict[str, Any]:
-    """The keys of a Llama or Mistral config.json that a ModelConfig determines."""
-    own: dict[str, Any] = {"sliding_window": cfg.sliding_window}
-    if cfg.family == "llama":
-        own = {"attention_bias": cfg.attention_bias, "mlp_bias": False}
+    """The keys of a Llama, Mistral or Qwen2 config.json that a ModelConfig determines."""
+    own: dict[str, dict[str, Any]] = {
+        "llama": {"attention_bias": cfg.output_bias, "mlp_bias": False},
+        "mistral": {"sliding_window": cfg.sliding_window},
+        "qwen2": {"use_sliding_window": False},
+    }
     return {
         "model_type": cfg.family,
         "vocab_size": cfg.vocab_size,
@@ -172,7 +210,7 @@ def config_to_hf(cfg: ModelConfig) -> dict[str, Any]:
         "rms_norm_eps": cfg.norm_eps,
         "initializer_range": cfg.init_std,
         "tie_word_embeddings": cfg.tie_embeddings,
-        **own,
+        **own[cfg.family],
         **rope_to_hf(cfg),
         **token_ids(cfg),
     }
@@ -250,6 +288,24 @@ MISTRAL_SIZES: dict[str, ModelConfig] = {
 }
 
 
+qwen2 = partial(
+    size,
+    model_type="qwen2",
+    vocab=151936,
+    rms_norm_eps=1e-6,
+    rope_theta=1000000.0,
+    max_position_embeddings=32768,
+    tie_word_embeddings=True,
+    bos_token_id=151643,
+    eos_token_id=151643,
+)
+
+QWEN2_SIZES: dict[str, ModelConfig] = {
+    "Qwen/Qwen2.5-0.5B": qwen2(896, 24, 14, 2, 4864),
+    "Qwen/Qwen2.5-1.5B": qwen2(1536, 28, 12, 2, 8960, max_position_embeddings=131072),
+}
+
+
 def make_family(model_type: str, class_prefix: str, sizes: Mapping[str, ModelConfig]) -> Family:
     """A family with Llama's tensor names."""
     read: Callable[[HfConfig], ModelConfig] = config_from_hf
@@ -268,3 +324,4 @@ def make_family(model_type: str, class_prefix: str, sizes: Mapping[str, ModelCon
 
 LLAMA = make_family("llama", "Llama", LLAMA_SIZES)
 MISTRAL = make_family("mistral", "Mistral", MISTRAL_SIZES)
+QWEN2 = make_family("qwen2", "Qwen2", QWEN2_SIZES)

@@ -17,12 +17,14 @@ from meshes.layout import (
 from meshes.multihost import (
     default_mesh_shape,
     num_processes,
+    on_first_process,
     simulate_cpu_devices,
     start_processes,
 )
 from rlhf_jax.hf.pretrained import Pretrained, find_pretrained
 from rlhf_jax.runtime.log import say, silence
-from rlhf_jax.stages.config import TrainConfig
+from rlhf_jax.stages.checks import check_batches, check_data, check_models
+from rlhf_jax.stages.config import StageName, TrainConfig
 from rlhf_jax.stages.ppo import run_ppo
 from rlhf_jax.stages.reward import run_reward
 from rlhf_jax.stages.run import Run, prepare_directory
@@ -44,27 +46,33 @@ def run_pipeline(cfg: TrainConfig, config_yaml: str) -> None:
     actor = find_pretrained(cfg.actor_model)
     inference_tp = choose_inference_tp(cfg, shape, actor)
     check_batches(cfg, shape)
-    prepare_directory(cfg, config_yaml)
+    check_models(cfg, actor)
+    check_data(cfg)
+    on_first_process(lambda: prepare_directory(cfg, config_yaml))
     say(config_yaml.rstrip())
     describe(shape, inference_tp, actor)
     run = Run(cfg, shape, inference_tp)
-    run.watch_interrupts()
-    for stage in cfg.stages:
-        if cfg.resume and run.is_done(stage):
-            say(f"{stage}: done already")
-            continue
-        began = time.perf_counter()
-        run.timer.take()
-        if stage == "sft":
-            run_sft(run, actor)
-        elif stage == "reward":
-            run_reward(run, reward_base(run))
-        else:
-            run_ppo(
-                run, trained(run, "sft", cfg.actor_model), trained(run, "reward", cfg.reward_model)
-            )
-        say(f"{stage}: {time.perf_counter() - began:.0f} s")
+    with run.watch_interrupts():
+        for stage in cfg.stages:
+            run_stage(run, stage, actor)
     print_summary(run.directory, time.perf_counter() - started)
+
+
+def run_stage(run: Run, stage: StageName, actor: Pretrained) -> None:
+    """Runs one stage, unless a resumed run has done it."""
+    cfg = run.cfg
+    if cfg.resume and run.is_done(stage):
+        say(f"{stage}: done already")
+        return
+    began = time.perf_counter()
+    run.timer.take()
+    if stage == "sft":
+        run_sft(run, actor)
+    elif stage == "reward":
+        run_reward(run, reward_base(run))
+    else:
+        run_ppo(run, trained(run, "sft", cfg.actor_model), trained(run, "reward", cfg.reward_model))
+    say(f"{stage}: {time.perf_counter() - began:.0f} s")
 
 
 def use_compilation_cache() -> None:
@@ -94,29 +102,6 @@ def choose_inference_tp(cfg: TrainConfig, shape: MeshShape, actor: Pretrained) -
         check_inference_tp(shape, cfg.inference_tp_size)
         return cfg.inference_tp_size
     return default_inference_tp(shape, actor.cfg.num_heads, actor.cfg.num_kv_heads)
-
-
-def check_batches(cfg: TrainConfig, shape: MeshShape) -> None:
-    """ValueError where a batch of a stage that runs does not divide over the mesh."""
-    rows = shape.replica * shape.fsdp
-    sizes = {
-        "--sft.batch-size": ("sft", cfg.sft.batch_size // cfg.sft.gradient_accumulation_steps),
-        "--reward.batch-size": (
-            "reward",
-            cfg.reward.batch_size // cfg.reward.gradient_accumulation_steps,
-        ),
-        "--ppo.batch-size": ("ppo", cfg.ppo.batch_size),
-        "--ppo.minibatch-size": (
-            "ppo",
-            cfg.ppo.rows_per_step // cfg.ppo.gradient_accumulation_steps,
-        ),
-    }
-    for flag, (stage, size) in sizes.items():
-        if stage in cfg.stages and size % rows:
-            raise ValueError(
-                f"--mesh={shape} shards a batch over {rows} devices, {flag} gives parts of {size} "
-                f"rows (after gradient accumulation): use a multiple of {rows}"
-            )
 
 
 def describe(shape: MeshShape, inference_tp: int, actor: Pretrained) -> None:

@@ -69,7 +69,7 @@ class Programs:
     @classmethod
     def compile(cls, cfg: PPOConfig, cast: Cast, reward: Pretrained) -> "Programs":
         """Wraps them in jit; they compile at first use, once per prompt bucket."""
-        mean, std = read_statistics(reward.directory) if cfg.standardize_score else (0.0, 1.0)
+        mean, std = read_statistics(reward) if cfg.standardize_score else (0.0, 1.0)
         temperature = cfg.sampling.score_temperature
         scoring = ScoringSettings(
             reward=cfg.reward_settings,
@@ -120,6 +120,8 @@ def train(
             (actor, critic), _ = checkpoints.restore(start, (roles.actor, roles.critic))
             roles = replace(roles, actor=actor, critic=critic)
             say(f"ppo: resumed after step {start}")
+        if start == num_steps:
+            evaluator.measure(start, roles)
         for step in range(start, num_steps):
             experiences, metrics = collect(run, roles, engine, programs, data, step)
             with run.timer.phase("update") as wait:
@@ -141,11 +143,12 @@ def train(
             bar.update(done, {name.split("/")[1]: values[name] for name in SHOWN})
             if run.due(run.cfg.eval_interval, done, num_steps):
                 evaluator.measure(done, roles)
-            if run.interrupted or run.due(run.cfg.save_interval, done, num_steps):
+            stopping = run.should_stop()
+            if stopping or run.due(run.cfg.save_interval, done, num_steps):
                 checkpoints.save(done, (roles.actor, roles.critic), {"stage": "ppo", "step": done})
-            if run.interrupted:
+            if stopping:
                 checkpoints.wait()
-                run.stop_if_interrupted("ppo", done)
+                run.stop("ppo", done)
     return roles
 
 

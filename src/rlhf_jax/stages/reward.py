@@ -163,13 +163,13 @@ def write_statistics(directory: Path, means: Metrics) -> None:
         (directory / STATISTICS_FILE).write_text(text + "\n", encoding="utf-8")
 
 
-def read_statistics(directory: Path | None) -> tuple[float, float]:
+def read_statistics(model: Pretrained) -> tuple[float, float]:
     """Mean and deviation of a reward model's scores; ValueError where it came without them."""
-    path = directory / STATISTICS_FILE if directory else None
+    path = model.directory / STATISTICS_FILE if model.directory else None
     if path is None or not path.exists():
         raise ValueError(
-            f"{directory} has no {STATISTICS_FILE}, which step 2 writes: train the reward model "
-            "here, or use its scores as they are with --ppo.standardize-score False"
+            f"the reward model {model.name} has no {STATISTICS_FILE}, which step 2 writes: train "
+            "it with step 2, or use its scores as they are with --ppo.no-standardize-score"
         )
     values = json.loads(path.read_text(encoding="utf-8"))
     return values["mean"], values["std"]

@@ -4,16 +4,18 @@ import json
 import shutil
 import signal
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import yaml
 
 from meshes.layout import MeshShape, make_mesh
+from meshes.multihost import any_process, on_first_process
 from rlhf_jax.runtime.checkpoint import Checkpoints
 from rlhf_jax.runtime.log import say
 from rlhf_jax.runtime.metrics import MetricsWriter, Scalar
@@ -62,17 +64,24 @@ class Run:
         return stage in read_summary(self.directory)
 
     def finish_stage(self, stage: StageName, results: Mapping[str, Any]) -> None:
-        """Records a stage's results in the summary, which marks it done."""
-        if jax.process_index() == 0:
+        """Records a stage's results in the summary, which marks it done.
+
+        The other processes go on once all that the stage leaves is written.
+        """
+
+        def write() -> None:
             summary = read_summary(self.directory) | {stage: dict(results)}
             text = json.dumps(summary, indent=2) + "\n"
             (self.directory / SUMMARY_FILE).write_text(text, encoding="utf-8")
+
+        on_first_process(write)
 
     def due(self, interval: int, step: int, last: int) -> bool:
         """Whether something with this interval happens after `step` steps, or they were all."""
         return step == last or (interval > 0 and step % interval == 0)
 
-    def watch_interrupts(self) -> None:
+    @contextmanager
+    def watch_interrupts(self) -> Iterator[None]:
         """The first ctrl-C ends the run after the step in progress, the second at once."""
 
         def on_interrupt(signum: int, frame: object) -> None:
@@ -82,9 +91,17 @@ class Run:
             self.interrupted = True
             say("interrupted: saving after this step (ctrl-C again: stop at once)")
 
-        signal.signal(signal.SIGINT, on_interrupt)
+        before = signal.signal(signal.SIGINT, on_interrupt)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
 
-    def stop_if_interrupted(self, stage: StageName, step: int) -> None:
+    def should_stop(self) -> bool:
+        """Whether ctrl-C reached any process; all of them ask, after every step."""
+        return any_process(self.interrupted)
+
+    def stop(self, stage: StageName, step: int) -> NoReturn:
         """After a checkpoint was written: says how to go on, and ends the run."""
         say(f"stopped {stage} after step {step}; go on with the same command and --resume")
         raise KeyboardInterrupt
@@ -118,7 +135,13 @@ def prepare_directory(cfg: TrainConfig, config_yaml: str) -> None:
             )
         shutil.rmtree(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    config_file.write_text(config_yaml, encoding="utf-8")
+    config_file.write_text(startable(config_yaml), encoding="utf-8")
+
+
+def startable(config_yaml: str) -> str:
+    """The config as one that starts a run elsewhere, however this one was started."""
+    config = yaml.safe_load(config_yaml) | {"resume": False, "overwrite_output_dir": False}
+    return yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
 
 
 def check_same_settings(cfg: TrainConfig, saved: Mapping[str, Any]) -> None:

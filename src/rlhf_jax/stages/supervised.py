@@ -54,11 +54,12 @@ def fit(
             bar.update(done, live)
             if run.due(cfg.eval_interval, done, num_steps):
                 results = run.log(stage, done, metrics | evaluate(state))
-            if run.interrupted or run.due(cfg.save_interval, done, num_steps):
+            stopping = run.should_stop()
+            if stopping or run.due(cfg.save_interval, done, num_steps):
                 checkpoints.save(done, state, {"stage": stage, "step": done})
-            if run.interrupted:
+            if stopping:
                 checkpoints.wait()
-                run.stop_if_interrupted(stage, done)
+                run.stop(stage, done)
     return state, results
 
 

@@ -1,0 +1,254 @@
+"""A model for people: load it, ask it, score with it, save it."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshes.layout import default_inference_tp, make_mesh
+from meshes.multihost import keep_compiled_programs, start_devices, to_host
+from rlhf_jax.data.batches import collate_prompts
+from rlhf_jax.data.tokenize import Encoder, PromptRow
+from rlhf_jax.engine.hybrid import HybridEngine
+from rlhf_jax.engine.sampling import SamplingConfig
+from rlhf_jax.hf.export import DtypeName, save_hf, save_reward_hf
+from rlhf_jax.hf.pretrained import Pretrained, find_pretrained
+from rlhf_jax.inference.answers import Generation, read_answers
+from rlhf_jax.inference.programs import RowPrograms
+from rlhf_jax.inference.rows import (
+    Text,
+    batch_rows,
+    bucket,
+    check_fits,
+    check_ids,
+    check_rectangle,
+    chunks,
+    encode,
+)
+from rlhf_jax.models.params import Params, ScalarModel, store_layout
+
+LoadDtype = Literal["float32", "bfloat16"]
+BATCH_SIZE = 32
+
+
+def load(
+    name: str | Path,
+    *,
+    mesh: str | None = None,
+    dtype: LoadDtype = "float32",
+    inference_tp_size: int | None = None,
+    seed: int = 0,
+) -> "Model":
+    """A model by the path of a Hugging Face directory, its name on the Hub, or `"quickstart"`.
+
+    `mesh` is FxT or RxFxT (`"4x2"`); without it the model is spread over all visible devices. On
+    a CPU the devices of a mesh are simulated, if JAX has not started yet. `seed` makes the
+    built-in `quickstart`, which is untrained; no other model depends on it.
+
+    Raises:
+        ValueError, FileNotFoundError: there is no such model, or it does not fit the mesh.
+    """
+    if dtype not in get_args(LoadDtype):
+        raise ValueError(f"dtype={dtype!r} is not supported: use 'float32' or 'bfloat16'")
+    source = find_pretrained(str(name))
+    if source.is_scalar:  # it has no unembedding, whatever the config says of the language model's
+        source = replace(source, cfg=replace(source.cfg, tie_embeddings=True))
+    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    keep_compiled_programs(cache_home / "rlhf_jax" / "xla")
+    shape = start_devices(mesh)
+    heads = (source.cfg.num_heads, source.cfg.num_kv_heads)
+    decode_tp = inference_tp_size or default_inference_tp(shape, *heads)
+    return Model(source, make_mesh(shape, decode_tp), dtype, key=jax.random.key(seed))
+
+
+class Model:
+    """A language model or a reward model on a mesh, with its tokenizer and compiled programs.
+
+    Made by `load`. Inputs are texts or token ids, outputs are Python values and NumPy arrays,
+    whole on every process. Programs compile at first use, once per shape.
+
+    Attributes:
+        name: what it was loaded by.
+        config: `ModelConfig`.
+        tokenizer: a tokenizer of transformers.
+        mesh: `jax.sharding.Mesh`.
+        params: `Params`, or the `ScalarModel` of a reward model, fully sharded.
+        stop_ids: tokens that end an answer unless `generate` is told others.
+    """
+
+    params: Params[jax.Array] | ScalarModel[jax.Array]
+
+    def __init__(
+        self, source: Pretrained, mesh: jax.sharding.Mesh, dtype: LoadDtype, *, key: jax.Array
+    ) -> None:
+        self.name, self.config, self.mesh = source.name, source.cfg, mesh
+        self.tokenizer = source.tokenizer
+        self._encoder = Encoder(source.tokenizer)
+        self.stop_ids = tuple(dict.fromkeys([*source.cfg.stop_ids, self._encoder.eos_id]))
+        self._source = source
+        self._dtype: LoadDtype = dtype
+        store = store_layout(source.cfg, mesh)
+        read = source.scalar_model if source.is_scalar else source.params
+        with jax.set_mesh(mesh):
+            self.params = read(store, jnp.dtype(dtype), key=key)
+        self._programs = RowPrograms(source.cfg, mesh)
+        self._engine = cache(lambda stop_ids: HybridEngine(source.cfg, mesh, stop_ids))
+
+    @property
+    def is_reward_model(self) -> bool:
+        """Whether it gives scores; otherwise it gives logits and answers."""
+        return isinstance(self.params, ScalarModel)
+
+    def generate(
+        self,
+        prompts: Sequence[Text],
+        *,
+        max_new_tokens: int = 32,
+        min_new_tokens: int = 0,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        num_samples: int = 1,
+        stop_ids: Sequence[int] | None = None,
+        seed: int = 0,
+        batch_size: int = BATCH_SIZE,
+        prompt_length: int | None = None,
+    ) -> list[Generation]:
+        """`num_samples` answers to each prompt, those to one prompt side by side.
+
+        Temperature 0 is greedy. `stop_ids` replace the model's own; `[]` never stops. Sample n of
+        a prompt depends on the seed, n and the prompt's place in the list: not on the mesh or the
+        batch size, and sample 0 not on how many are asked for.
+
+        Prompts are padded to a power of two, or to `prompt_length`, with which one program serves
+        prompts of any length up to it. About `batch_size` are answered at once: a multiple of
+        what the mesh needs, never more unless the mesh needs more.
+
+        Raises:
+            ValueError: an empty prompt, ids outside the vocabulary, prompt and answer longer
+                than the model's positions, a reward model.
+        """
+        params = self._language_params("answers")
+        sampling = SamplingConfig(max_new_tokens, min_new_tokens, temperature, top_k, top_p)
+        check_counts(num_samples, batch_size)
+        rows = encode(prompts, self._encoder, self.config.vocab_size)
+        if not rows:
+            return []
+        length = self._prompt_length(rows, max_new_tokens, prompt_length)
+        engine = self._engine(self._stop_ids(stop_ids))
+        asked = [
+            PromptRow(row, sample * len(rows) + number, "", None)
+            for number, row in enumerate(rows)
+            for sample in range(num_samples)
+        ]
+        size = batch_rows(len(asked), engine.rollout.batch_size_divisor, batch_size)
+        answers: list[Generation] = []
+        for part in chunks(asked, size):
+            batch = collate_prompts(part, size, buckets=(length,))
+            rollout = engine.generate(params, batch, sampling, key=jax.random.key(seed))
+            answers += read_answers(batch, to_host(rollout), self.tokenizer)
+        return answers
+
+    def logits(
+        self,
+        tokens_BT: np.ndarray | Sequence[Sequence[int]],
+        lengths_B: np.ndarray | Sequence[int] | None = None,
+        *,
+        batch_size: int = BATCH_SIZE,
+    ) -> np.ndarray:
+        """Logits `[B, T, V]` float32 over the true vocabulary; those at t predict token t + 1.
+
+        Rows start at index 0 and have `lengths_B` tokens (T without it). What stands behind a
+        row's end is not read, and its logits are 0.
+
+        Raises:
+            ValueError: ids outside the vocabulary, rows longer than the model's positions, a
+                reward model.
+        """
+        params = self._language_params("logits")
+        check_counts(1, batch_size)
+        tokens, lengths = check_rectangle(tokens_BT, lengths_B)
+        vocab = self.config.vocab_size
+        rows = [
+            check_ids(row[:length], vocab, f"row {number}")
+            for number, (row, length) in enumerate(zip(tokens, lengths, strict=True))
+        ]
+        logits_BTV = np.zeros((*tokens.shape, vocab), np.float32)
+        for number, logits_TV in enumerate(self._programs.logits(params, rows, batch_size)):
+            logits_BTV[number, : len(logits_TV)] = logits_TV
+        return logits_BTV
+
+    def score(
+        self, texts: Sequence[Text], *, add_eos: bool = True, batch_size: int = BATCH_SIZE
+    ) -> list[float]:
+        """The reward model's score of each text, which is a prompt with its answer.
+
+        A string is read with EOS behind it, as the model was trained, unless `add_eos` is False;
+        token ids are taken as they are. Scores are the head's own: PPO standardises them.
+
+        Raises:
+            ValueError: an empty text, ids outside the vocabulary, a text longer than the model's
+                positions, a language model.
+        """
+        if not isinstance(self.params, ScalarModel):
+            raise ValueError(
+                f"{self.name} is a language model, it gives no scores: load a reward model, such "
+                "as the reward/ of a run"
+            )
+        check_counts(1, batch_size)
+        rows = encode(texts, self._encoder, self.config.vocab_size)
+        rows = [
+            np.append(row, np.int32(self._encoder.eos_id))
+            if add_eos and isinstance(text, str)
+            else row
+            for row, text in zip(rows, texts, strict=True)
+        ]
+        return list(self._programs.scores(self.params, rows, batch_size)) if rows else []
+
+    def save_hf(self, directory: str | Path, *, dtype: DtypeName | None = None) -> None:
+        """A Hugging Face directory that `load` and transformers read; in the model's own dtype."""
+        saved: DtypeName = dtype or self._dtype
+        target, config = Path(directory), self._source.source_config
+        if isinstance(self.params, ScalarModel):
+            save_reward_hf(target, self.params, self.config, saved, self.tokenizer, config)
+        else:
+            save_hf(target, self.params, self.config, saved, self.tokenizer, config)
+
+    def _language_params(self, what: str) -> Params[jax.Array]:
+        if isinstance(self.params, ScalarModel):
+            raise ValueError(
+                f"{self.name} is a reward model, it gives no {what}: use score(texts), or load a "
+                "language model"
+            )
+        return self.params
+
+    def _prompt_length(self, rows: list[np.ndarray], max_new_tokens: int, asked: int | None) -> int:
+        check_fits(rows, max_new_tokens, self.config.max_positions)
+        longest, room = max(map(len, rows)), self.config.max_positions - max_new_tokens
+        if asked is not None and not longest <= asked <= room:
+            raise ValueError(
+                f"prompt_length={asked} must hold the longest prompt ({longest} tokens) and leave "
+                f"room for {max_new_tokens} new ones (at most {room})"
+            )
+        return bucket(longest, room) if asked is None else asked
+
+    def _stop_ids(self, asked: Sequence[int] | None) -> tuple[int, ...]:
+        if asked is None:
+            return self.stop_ids
+        if not len(asked):
+            return ()
+        return tuple(check_ids(asked, self.config.vocab_size, "stop_ids").tolist())
+
+
+def check_counts(num_samples: int, batch_size: int) -> None:
+    """ValueError unless both are positive."""
+    if num_samples < 1 or batch_size < 1:
+        raise ValueError(
+            f"num_samples={num_samples} and batch_size={batch_size} must be at least 1"
+        )
