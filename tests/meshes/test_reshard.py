@@ -1,20 +1,18 @@
 """Going from one table to another: what it costs, by the specs and by the compiled program."""
 
 import math
-import re
-from collections import Counter
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshes.layout import Layout, make_mesh, parse_mesh
 from meshes.reshard import local_shards, put_batch, put_rows, reshard_params
 from meshes.spec import ParamSpec, normal
+from tests.meshes.compiled import REMATERIALIZED, collectives, fresh_compiler
 
 UNITS = {"vocab": 128, "mlp": 256, "qkv": 16, "heads": 16}
 SPEC = ParamSpec((256, 4), ("mlp", None), normal(1.0))
@@ -22,10 +20,6 @@ LAYOUTS = [
     ("8x1", 1), ("8x1", 2), ("8x1", 4), ("8x1", 8), ("4x2", 2), ("4x2", 4), ("4x2", 8),
     ("2x4", 4), ("2x4", 8), ("1x8", 8), ("2x2x2", 2), ("2x2x2", 4),
 ]  # fmt: skip
-COLLECTIVE = re.compile(
-    r" (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)(?:-start)?\("
-)
-REMATERIALIZED = "Involuntary full rematerialization"
 
 
 def tables(mesh: str, inference_tp: int) -> tuple[Layout, Layout, Layout]:
@@ -36,12 +30,12 @@ def tables(mesh: str, inference_tp: int) -> tuple[Layout, Layout, Layout]:
     return store, compute, generate
 
 
-def collectives(source: NamedSharding, target: NamedSharding) -> dict[str, int]:
+def moved(source: NamedSharding, target: NamedSharding) -> dict[str, int]:
     """What XLA compiles a change of layout into."""
     with jax.set_mesh(source.mesh):
         weight = jax.ShapeDtypeStruct(SPEC.shape, jnp.float32, sharding=source)
         move = jax.jit(lambda x: jax.sharding.reshard(x, target))
-        return dict(Counter(COLLECTIVE.findall(move.lower(weight).compile().as_text())))
+        return collectives(move.lower(weight).compile())
 
 
 @pytest.mark.parametrize(("mesh", "inference_tp"), LAYOUTS)
@@ -81,42 +75,32 @@ def test_store_is_generate_where_decoding_uses_every_device(mesh, inference_tp):
 def test_store_to_generate_is_one_all_gather_or_nothing(mesh, inference_tp, expected):
     store, _, generate = tables(mesh, inference_tp)
     source, target = store.param_sharding(SPEC), generate.param_sharding(SPEC)
-    assert collectives(source, target) == expected
-    assert collectives(target, source) == {}
+    assert moved(source, target) == expected
+    assert moved(target, source) == {}
 
 
 def test_another_order_of_axes_would_cost_a_permute():
     """The control for the test above: STORE with the data axis major."""
     store, _, generate = tables("4x2", 2)
     other = NamedSharding(store.mesh, P(("data", "tp"), None))
-    assert "collective-permute" in collectives(other, generate.param_sharding(SPEC))
+    assert "collective-permute" in moved(other, generate.param_sharding(SPEC))
 
 
-@pytest.fixture
-def fresh_compiler():
-    """No compilation cache: what the compiler says is on stderr only when it runs."""
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_enable_compilation_cache", True)
-    compilation_cache.reset_cache()
-
-
-@pytest.mark.usefixtures("fresh_compiler")
 def test_no_change_of_layout_replicates_a_weight(capfd):
-    for mesh, inference_tp in (("8x1", 2), ("4x2", 2), ("4x2", 4)):
-        store, compute, generate = (t.param_sharding(SPEC) for t in tables(mesh, inference_tp))
-        for source, target in ((store, compute), (store, generate), (generate, store)):
-            collectives(source, target)
+    with fresh_compiler():
+        for mesh, inference_tp in (("8x1", 2), ("4x2", 2), ("4x2", 4)):
+            store, compute, generate = (t.param_sharding(SPEC) for t in tables(mesh, inference_tp))
+            for source, target in ((store, compute), (store, generate), (generate, store)):
+                moved(source, target)
     assert REMATERIALIZED not in capfd.readouterr().err
 
 
-@pytest.mark.usefixtures("fresh_compiler")
 def test_the_compiler_says_so_where_one_does(capfd):
     """The control for the test above: from rows to columns over two axes, in the wrong order."""
     store, _, _ = tables("4x2", 2)
     source = NamedSharding(store.mesh, P(("data", "tp"), None))
-    collectives(source, NamedSharding(store.mesh, P(None, "tp")))
+    with fresh_compiler():
+        moved(source, NamedSharding(store.mesh, P(None, "tp")))
     assert REMATERIALIZED in capfd.readouterr().err
 
 
@@ -132,10 +116,10 @@ def test_reshard_params_keeps_every_value():
             for name, spec in specs.items()
         }
         for layout in (compute, generate):
-            moved = jax.jit(lambda p, to=layout: reshard_params(p, specs, to))(params)
+            found = jax.jit(lambda p, to=layout: reshard_params(p, specs, to))(params)
             for name, spec in specs.items():
-                assert moved[name].sharding == layout.param_sharding(spec)
-                np.testing.assert_array_equal(moved[name], values[name])
+                assert found[name].sharding == layout.param_sharding(spec)
+                np.testing.assert_array_equal(found[name], values[name])
 
 
 def test_batches_are_cut_over_the_devices_that_share_them():

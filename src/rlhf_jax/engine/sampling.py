@@ -60,22 +60,23 @@ def sample(
 
     The noise depends on the key, the sample's id and the index alone, so neither the mesh nor the
     place in the batch changes an answer. The log-probability is the policy's at the sampling
-    temperature, before top-k and top-p.
+    temperature, before `min_new_tokens`, top-k and top-p: what training computes from the row.
     """
 
     def local(logits: jax.Array, ids: jax.Array, index: jax.Array, key_data: jax.Array):
+        logits = logits / cfg.score_temperature
+        allowed = logits
         if cfg.min_new_tokens and stop_ids:
             stops = jnp.zeros(logits.shape[1], bool).at[jnp.array(stop_ids)].set(True)
             early = index < cfg.min_new_tokens
-            logits = jnp.where((stops & early)[None], -jnp.inf, logits)
-        logits = logits / cfg.score_temperature
+            allowed = jnp.where((stops & early)[None], -jnp.inf, logits)
         if cfg.temperature == 0:
-            token = jnp.argmax(logits, -1)
+            token = jnp.argmax(allowed, -1)
         else:
             key = jax.random.fold_in(jax.random.wrap_key_data(key_data), index)
             keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(ids)
             noise = jax.vmap(lambda k: jax.random.gumbel(k, logits.shape[1:]))(keys)
-            token = jnp.argmax(keep_likely(logits, cfg) + noise, -1)
+            token = jnp.argmax(keep_likely(allowed, cfg) + noise, -1)
         token = token.astype(jnp.int32)
         chosen = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
         return token, chosen - jax.nn.logsumexp(logits, axis=-1)

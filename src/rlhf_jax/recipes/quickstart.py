@@ -58,6 +58,8 @@ def quickstart() -> TrainConfig:
             max_steps=50,
             max_prompt_seq_len=MAX_PROMPT,
             max_answer_seq_len=MAX_ANSWER,
+            max_prompt_buckets=1,
+            num_eval_prompts=576,
             kl_coef=0.1,
             gamma=1.0,
             lam=1.0,

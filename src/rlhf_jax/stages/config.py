@@ -135,6 +135,8 @@ class PPOConfig:
     max_prompt_seq_len: int = 256
     max_answer_seq_len: int = 256
     min_answer_len: int = 0
+    max_prompt_buckets: int = 4
+    """Prompt lengths that programs are compiled for; short prompts do not pay for long ones."""
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -168,6 +170,7 @@ class PPOConfig:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "batch_size", "minibatch_size", "gradient_accumulation_steps")
+        check_at_least(self, 1, "max_prompt_buckets")
         check_at_least(self, 1, "generation_batches", "ppo_epochs", "num_train_epochs", "max_steps")
         check_at_least(self, 0, "clip_range", "value_clip_range", "value_coef", "entropy_coef")
         check_divides(self.batch_size * self.generation_batches, self.rows_per_step)

@@ -42,10 +42,10 @@ class Evaluator:
         self.last: dict[str, Any] = {}
         self.first_answers: list[tuple[str, float]] = []
 
-    def measure(self, step: int, roles: Roles) -> None:
-        """Logs `eval/*` and writes a table of samples; nothing where no prompt is held out."""
+    def measure(self, step: int, roles: Roles) -> dict[str, float]:
+        """`eval/*` of this policy, and a table of samples; nothing where no prompt is held out."""
         if not self.data.evaluation:
-            return
+            return {}
         length = self.run.cfg.ppo.max_answer_seq_len
         answers, metrics = self.answer(roles, SamplingConfig(max_new_tokens=length))
         results: dict[str, Any] = {f"eval/{name}": value for name, value in metrics.items()}
@@ -55,11 +55,10 @@ class Evaluator:
             for how, shares in results["judged"].items():
                 for verdict, share in shares["all"].items():
                     results[f"eval/{how}_{verdict}"] = share
-        numbers = {name: value for name, value in results.items() if name != "judged"}
-        self.run.log("ppo", step, numbers)
         self.write_samples(step, answers)
         self.first = self.first or results
         self.last = results
+        return {name: value for name, value in results.items() if name != "judged"}
 
     def answer(
         self, roles: Roles, sampling: SamplingConfig

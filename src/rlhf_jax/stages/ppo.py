@@ -115,13 +115,13 @@ def train(
         progress("ppo", num_steps, every=run.cfg.log_interval) as bar,
     ):
         start = (checkpoints.latest_step() if run.cfg.resume else None) or 0
-        evaluator.measure(0, roles)
+        run.log("ppo", 0, evaluator.measure(0, roles))
         if start:
             (actor, critic), _ = checkpoints.restore(start, (roles.actor, roles.critic))
             roles = replace(roles, actor=actor, critic=critic)
             say(f"ppo: resumed after step {start}")
         if start == num_steps:
-            evaluator.measure(start, roles)
+            run.log("ppo", start, evaluator.measure(start, roles))
         for step in range(start, num_steps):
             experiences, metrics = collect(run, roles, engine, programs, data, step)
             with run.timer.phase("update") as wait:
@@ -137,12 +137,14 @@ def train(
             done = step + 1
             # Before any update the new log-probabilities are the training graph's of the policy
             # that sampled: what differs is the sampler's arithmetic.
-            metrics |= all_losses[-1]
+            metrics |= means(all_losses)
             metrics["rollout/logprob_diff_mean"] = all_losses[0]["policy/abs_log_ratio"]
-            values = run.log("ppo", done, metrics | throughput(run, engine, data))
-            bar.update(done, {name.split("/")[1]: values[name] for name in SHOWN})
+            metrics |= throughput(run, engine, data)
             if run.due(run.cfg.eval_interval, done, num_steps):
-                evaluator.measure(done, roles)
+                with run.timer.phase("evaluate"):
+                    metrics |= evaluator.measure(done, roles)
+            values = run.log("ppo", done, metrics)
+            bar.update(done, {name.split("/")[1]: values[name] for name in SHOWN})
             stopping = run.should_stop()
             if stopping or run.due(run.cfg.save_interval, done, num_steps):
                 checkpoints.save(done, (roles.actor, roles.critic), {"stage": "ppo", "step": done})
@@ -173,10 +175,12 @@ def collect(
             wait.append(metrics)
         experiences.append(experience)
         all_metrics.append(metrics)
-    return experiences, {
-        name: jnp.stack([metrics[name] for metrics in all_metrics]).mean()
-        for name in all_metrics[0]
-    }
+    return experiences, means(all_metrics)
+
+
+def means(rows: list[Metrics]) -> Metrics:
+    """Each metric's mean over several programs' outputs."""
+    return {name: jnp.stack([row[name] for row in rows]).mean() for name in rows[0]}
 
 
 def minibatches(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 
-from rlhf_jax.data.batches import PromptBatch, collate_prompts, prompt_buckets
+from rlhf_jax.data.batches import PromptBatch, bucket_of, collate_prompts, prompt_buckets
 from rlhf_jax.data.blend import load_stage_records
 from rlhf_jax.data.loader import Loader
 from rlhf_jax.data.tokenize import PromptRow, tokenize_prompts
@@ -11,7 +11,6 @@ from rlhf_jax.hf.pretrained import Pretrained
 from rlhf_jax.runtime.log import say
 from rlhf_jax.stages.run import Run
 
-MAX_BUCKETS = 1
 PAD_MULTIPLE = 8
 
 
@@ -46,10 +45,18 @@ def ppo_data(run: Run, actor: Pretrained) -> PromptData:
     say(f"ppo: {report}")
     held_out = tokenize(records.eval)[0] if records.eval else []
     held_out = held_out[: cfg.num_eval_prompts]
-    buckets = prompt_buckets([*rows, *held_out], max_buckets=MAX_BUCKETS, pad_multiple=PAD_MULTIPLE)
-    buckets = tuple(min(bucket, cfg.max_prompt_seq_len) for bucket in buckets)
+    buckets = prompt_buckets(
+        [*rows, *held_out], max_buckets=cfg.max_prompt_buckets, pad_multiple=PAD_MULTIPLE
+    )
+    buckets = tuple(sorted({min(bucket, cfg.max_prompt_seq_len) for bucket in buckets}))
     collate = partial(collate_prompts, buckets=buckets)
-    train = Loader(rows, collate, batch_size=cfg.batch_size, seed=run.cfg.seed)
+    train = Loader(
+        rows,
+        collate,
+        batch_size=cfg.batch_size,
+        seed=run.cfg.seed,
+        group_of=lambda row: bucket_of(len(row.tokens), buckets),
+    )
     starts = range(0, len(held_out), cfg.batch_size)
     evaluation = [collate(held_out[n : n + cfg.batch_size], cfg.batch_size) for n in starts]
     return PromptData(train, evaluation, held_out, max(buckets))

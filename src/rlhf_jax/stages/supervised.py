@@ -43,17 +43,18 @@ def fit(
         first = start or 0
         results = run.log(stage, first, evaluate(state))
         for step, batch in loader.batches(first, num_steps):
-            with run.timer.phase("update") as wait:
-                state, metrics = update(state, put_batch(batch, layout))
-                wait.append(metrics)
+            state, metrics = update(state, put_batch(batch, layout))
             done = step + 1
-            live = None
-            if run.due(cfg.log_interval, done, num_steps):
+            evaluating, live = run.due(cfg.eval_interval, done, num_steps), None
+            if evaluating:
+                with run.timer.phase("evaluate") as wait:
+                    metrics |= evaluate(state)
+                    wait.append(metrics)
+            if evaluating or run.due(cfg.log_interval, done, num_steps):
                 values = run.log(stage, done, metrics)
                 live = {name: values[name] for name in shown}
+                results = values if evaluating else results
             bar.update(done, live)
-            if run.due(cfg.eval_interval, done, num_steps):
-                results = run.log(stage, done, metrics | evaluate(state))
             stopping = run.should_stop()
             if stopping or run.due(cfg.save_interval, done, num_steps):
                 checkpoints.save(done, state, {"stage": stage, "step": done})

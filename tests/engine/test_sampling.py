@@ -1,0 +1,130 @@
+"""Which tokens are drawn and how often, against the distribution they should come from."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.stats import chisquare
+
+from meshes.layout import Layout, make_mesh, parse_mesh
+from rlhf_jax.engine.sampling import SamplingConfig, keep_likely, sample
+
+V, MANY = 8, 4096
+LOGITS = np.array([2.0, 1.5, 1.0, 0.5, 0.0, -1.0, -2.0, -np.inf], np.float32)
+LAYOUT = Layout.create(make_mesh(parse_mesh("1x1"), 1), "generate", {"vocab": V})
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    weights = np.exp(logits - logits.max())
+    return weights / weights.sum()
+
+
+@partial(jax.jit, static_argnums=(3, 4))
+def run(logits, ids, index, cfg: SamplingConfig, stop_ids: tuple[int, ...], key):
+    return sample(logits, ids, index, cfg, stop_ids, LAYOUT, key=key)
+
+
+def draw(cfg: SamplingConfig, *, index: int = 0, stop_ids=(), seed: int = 0, ids=None, logits=None):
+    """Tokens and log-probabilities of many samples from the same logits."""
+    ids = np.arange(MANY, dtype=np.int32) if ids is None else ids
+    logits = np.tile(LOGITS, (len(ids), 1)) if logits is None else logits
+    with jax.set_mesh(LAYOUT.mesh):
+        token, logprob = run(logits, ids, np.int32(index), cfg, stop_ids, jax.random.key(seed))
+    return np.asarray(token), np.asarray(logprob)
+
+
+def assert_drawn_from(tokens: np.ndarray, probabilities: np.ndarray) -> None:
+    counts = np.bincount(tokens, minlength=V)
+    possible = probabilities > 0
+    assert (counts[~possible] == 0).all()
+    expected = probabilities[possible] * len(tokens)
+    assert chisquare(counts[possible], expected).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_frequencies_follow_the_softmax_at_the_temperature(temperature):
+    tokens, logprobs = draw(SamplingConfig(temperature=temperature))
+    expected = softmax(LOGITS / temperature)
+    assert_drawn_from(tokens, expected)
+    np.testing.assert_allclose(logprobs, np.log(expected[tokens]), rtol=1e-5)
+
+
+def test_the_test_of_frequencies_notices_another_temperature():
+    tokens, _ = draw(SamplingConfig(temperature=1.0))
+    with pytest.raises(AssertionError):
+        assert_drawn_from(tokens, softmax(LOGITS / 1.2))
+
+
+@pytest.mark.parametrize(
+    ("cfg", "kept"),
+    [
+        (SamplingConfig(top_k=3), 3),
+        (SamplingConfig(top_k=100), 7),
+        (SamplingConfig(top_p=0.7), 3),  # 0.41 + 0.25 + 0.15 is the first sum beyond 0.7
+        (SamplingConfig(top_p=1e-6), 1),
+        (SamplingConfig(top_k=2, top_p=0.99), 2),
+    ],
+)
+def test_top_k_and_top_p_draw_from_what_they_keep(cfg, kept):
+    tokens, logprobs = draw(cfg)
+    expected = softmax(np.where(np.arange(V) < kept, LOGITS, -np.inf))
+    assert_drawn_from(tokens, expected)
+    np.testing.assert_allclose(logprobs, np.log(softmax(LOGITS)[tokens]), rtol=1e-5)
+
+
+def test_top_p_is_the_smallest_set_with_that_mass():
+    """Against sorting in NumPy, over random rows."""
+    logits = np.random.default_rng(0).normal(0, 2, (64, 50)).astype(np.float32)
+    kept = np.asarray(keep_likely(jnp.asarray(logits), SamplingConfig(top_p=0.8))) > -np.inf
+    for row, keep in zip(logits, kept, strict=True):
+        order = np.argsort(-row)
+        mass = np.cumsum(softmax(row)[order])
+        count = int(np.searchsorted(mass, 0.8)) + 1
+        assert set(np.flatnonzero(keep)) == set(order[:count])
+
+
+def test_greedy_takes_the_largest_and_scores_at_temperature_1():
+    logits = np.random.default_rng(0).normal(size=(16, V)).astype(np.float32)
+    tokens, logprobs = draw(SamplingConfig(temperature=0), ids=np.zeros(16, np.int32), logits=logits)
+    np.testing.assert_array_equal(tokens, logits.argmax(1))
+    expected = [np.log(softmax(row)[token]) for row, token in zip(logits, tokens, strict=True)]
+    np.testing.assert_allclose(logprobs, expected, rtol=1e-5)
+
+
+def test_no_stop_token_is_drawn_before_min_new_tokens():
+    """The log-probability is still the policy's, which may stop: training computes the same."""
+    cfg = SamplingConfig(min_new_tokens=2)
+    early, logprobs = draw(cfg, index=1, stop_ids=(0, 3))
+    stopped = np.isin(np.arange(V), (0, 3))
+    assert_drawn_from(early, softmax(np.where(stopped, -np.inf, LOGITS)))
+    np.testing.assert_allclose(logprobs, np.log(softmax(LOGITS)[early]), rtol=1e-5)
+    late, _ = draw(cfg, index=2, stop_ids=(0, 3))
+    assert_drawn_from(late, softmax(LOGITS))
+
+
+def test_noise_depends_on_key_sample_and_index_and_not_on_the_place_in_the_batch():
+    cfg, ids = SamplingConfig(), np.arange(MANY, dtype=np.int32)
+    tokens, _ = draw(cfg)
+    order = np.random.default_rng(1).permutation(MANY).astype(np.int32)
+    np.testing.assert_array_equal(draw(cfg, ids=ids[order])[0], tokens[order])
+    chance = np.square(softmax(LOGITS)).sum()
+    for other in (draw(cfg, index=1), draw(cfg, seed=1), draw(cfg, ids=ids + MANY)):
+        assert np.mean(other[0] == tokens) == pytest.approx(chance, abs=0.04)
+    assert np.mean(tokens[1:] == tokens[:-1]) == pytest.approx(chance, abs=0.04)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"max_new_tokens": 4, "min_new_tokens": 5}, "min_new_tokens=5 must lie .* max_new_tokens=4"),
+        ({"temperature": -1.0}, r"temperature must be 0 \(greedy\) or positive, got -1.0"),
+        ({"top_k": -1}, "top_k must be 0 .* got top_k=-1"),
+        ({"top_p": 0.0}, r"top_p in \(0, 1\], got .*top_p=0.0"),
+    ],
+)
+def test_settings_out_of_range_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingConfig(**changes)

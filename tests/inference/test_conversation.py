@@ -1,0 +1,97 @@
+"""A conversation is written as the training data write it, and fits its window."""
+
+import json
+
+import pytest
+
+from rlhf_jax.data import world
+from rlhf_jax.data.byte_tokenizer import byte_tokenizer
+from rlhf_jax.data.tokenize import tokenize_prompts
+from rlhf_jax.hf.tokenizer import load_tokenizer
+from rlhf_jax.inference.conversation import (
+    QUICKSTART_FORMAT,
+    Conversation,
+    Turn,
+    encode_plain,
+    encode_template,
+)
+
+
+def test_a_question_has_the_ids_of_the_quickstart_s_prompts() -> None:
+    records = world.prompt_records("eval")[:12]
+    rows, _ = tokenize_prompts(records, byte_tokenizer(), max_length=64, overlong="drop")
+    encode = encode_plain(byte_tokenizer(), QUICKSTART_FORMAT)
+    for row in rows:
+        question = row.prompt.removeprefix("Human: ").removesuffix(" Assistant:")
+        assert encode([Turn(question)]) == row.tokens.tolist()
+        assert encode([Turn(row.prompt)]) == row.tokens.tolist(), "written in full it is the same"
+
+
+@pytest.mark.parametrize(
+    ("turn_format", "text"),
+    [
+        ("Human: {} Assistant:", "Human: a Assistant: b Human: c Assistant:"),
+        ("\n\nHuman: {}\n\nAssistant:", "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"),
+    ],
+)
+def test_turns_stand_behind_each_other(turn_format: str, text: str) -> None:
+    tokenizer = byte_tokenizer()
+    encode = encode_plain(tokenizer, turn_format)
+    assert encode([Turn("a", " b\n"), Turn("c")]) == tokenizer.encode(text)
+
+
+def test_a_format_needs_one_place_for_the_question() -> None:
+    for turn_format in ("Human:", "{} {}", ""):
+        with pytest.raises(ValueError, match="must have one {}"):
+            encode_plain(byte_tokenizer(), turn_format)
+
+
+def conversation(room: int, **options) -> Conversation:
+    """A letter is a token."""
+    return Conversation(
+        lambda turns: [ord(c) for turn in turns for c in turn.question + (turn.answer or "")],
+        room,
+        **options,
+    )
+
+
+def text(ids: list[int]) -> str:
+    return "".join(map(chr, ids))
+
+
+def test_the_oldest_turns_go_first_and_whole() -> None:
+    talk = conversation(10)
+    for question, answer, prompt, forgotten in [
+        ("aa", "AA", "aa", 0),
+        ("bb", "BB", "aaAAbb", 0),
+        ("cc", "CC", "aaAAbbBBcc", 0),
+        ("dd", "DD", "bbBBccCCdd", 1),
+        ("eeeeeeeee", "E", "eeeeeeeee", 4),
+    ]:
+        assert text(talk.prompt(question)) == prompt
+        assert talk.forgotten == forgotten
+        talk.record(question, answer)
+
+
+def test_a_question_that_does_not_fit_alone_is_an_error() -> None:
+    with pytest.raises(ValueError, match="that is 11 tokens, there is room for 10: shorten it"):
+        conversation(10).prompt("a" * 11)
+
+
+def test_turns_can_stand_alone_and_be_cleared() -> None:
+    alone, talk = conversation(10, keeps_history=False), conversation(10)
+    for each in (alone, talk):
+        each.prompt("a")
+        each.record("a", "A")
+    assert text(alone.prompt("b")) == "b"
+    assert text(talk.prompt("b")) == "aAb"
+    talk.clear()
+    assert text(talk.prompt("b")) == "b"
+
+
+def test_a_chat_template_gives_the_ids_of_transformers(shared_data) -> None:
+    pytest.importorskip("jinja2")
+    directory = shared_data("smollm2-135m-instruct")
+    golden = json.loads((directory / "golden.json").read_text())
+    encode = encode_template(load_tokenizer(directory))
+    assert encode([Turn("What is the capital of France?")]) == golden["chat_prompt_ids"]

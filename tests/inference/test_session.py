@@ -1,0 +1,158 @@
+"""Answers, logits and scores of the Python surface are those of transformers and of each other."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+import rlhf_jax
+
+PROMPTS = ["w10 w11 w12", "w40", [1, 60, 61, 62, 63, 64]]
+
+
+@pytest.fixture(scope="module")
+def greedy(llama) -> list[rlhf_jax.Generation]:
+    return llama.generate(PROMPTS, max_new_tokens=8, temperature=0.0, stop_ids=[])
+
+
+def test_logits_equal_those_of_transformers_whatever_stands_behind_a_row(
+    llama, numbers, tolerance
+) -> None:
+    golden = numbers("llama")
+    tokens, lengths = golden["right_tokens"].copy(), golden["lengths"]
+    behind = np.arange(tokens.shape[1]) >= lengths[:, None]
+    tokens[behind] = 999
+    logits = llama.logits(tokens, lengths)
+    assert logits.shape == (3, 12, 90)
+    assert logits.dtype == np.float32
+    want = golden["right_logits"][~behind]
+    np.testing.assert_allclose(logits[~behind], want, **tolerance(np.float32))
+    assert not logits[behind].any()
+
+
+def test_greedy_tokens_are_the_likeliest_and_have_the_log_probability_of_the_logits(
+    llama, greedy, tolerance
+) -> None:
+    prompts = [[1, 10, 11, 12], [1, 40], [1, 60, 61, 62, 63, 64]]
+    for prompt, answer in zip(prompts, greedy, strict=True):
+        assert len(answer.tokens) == 8
+        (logits,) = llama.logits([prompt + answer.tokens])
+        predicted = logits[len(prompt) - 1 : -1]
+        assert predicted.argmax(-1).tolist() == answer.tokens
+        logprobs = predicted.max(-1) - np.log(np.exp(predicted).sum(-1))
+        np.testing.assert_allclose(answer.logprobs, logprobs, **tolerance(np.float32))
+
+
+def test_tokens_end_with_the_stop_token_and_text_leaves_it_out(llama, greedy) -> None:
+    stop = greedy[0].tokens[3]
+    want = greedy[0].tokens[: greedy[0].tokens.index(stop) + 1]
+    stopped = llama.generate(PROMPTS, max_new_tokens=8, temperature=0.0, stop_ids=[stop])[0]
+    assert stopped.tokens == want
+    assert len(stopped.logprobs) == len(want)
+    assert stopped.stopped
+    assert not greedy[0].stopped
+    assert stopped.text.split() == [f"w{token}" for token in want[:-1] if token > 3]
+
+
+def test_a_sample_depends_on_seed_number_and_place_alone(llama) -> None:
+    def ask(prompts, **options) -> list[list[int]]:
+        answers = llama.generate(prompts, max_new_tokens=8, **options)
+        return [answer.tokens for answer in answers]
+
+    many = ask(PROMPTS, num_samples=2, seed=1)
+    assert many == ask(PROMPTS, num_samples=2, seed=1, batch_size=1)
+    assert many[::2] == ask(PROMPTS, seed=1)
+    assert many != ask(PROMPTS, num_samples=2, seed=2)
+    assert many[::2] != many[1::2]
+
+
+def test_a_mesh_changes_nothing(llama, greedy, directory_of, tolerance) -> None:
+    spread = rlhf_jax.load(directory_of("llama"))
+    assert spread.mesh.size == 8
+    answers = spread.generate(PROMPTS, max_new_tokens=8, temperature=0.0, stop_ids=[])
+    assert [a.tokens for a in answers] == [a.tokens for a in greedy]
+    rows = [[1, 10, 11, 12], [1, 40, 41, 42]]
+    np.testing.assert_allclose(spread.logits(rows), llama.logits(rows), **tolerance(np.float32))
+
+
+def test_what_is_saved_loads_again(llama, tmp_path) -> None:
+    llama.save_hf(tmp_path / "saved")
+    again = rlhf_jax.load(tmp_path / "saved", mesh="1x1")
+    tokens = [[1, 10, 11, 12]]
+    np.testing.assert_array_equal(again.logits(tokens), llama.logits(tokens))
+    assert again.stop_ids == llama.stop_ids
+
+
+def test_scores_equal_those_of_transformers(scorer, numbers, tolerance) -> None:
+    golden = numbers("llama_scorer")
+    rows = [
+        row[:n].tolist() for row, n in zip(golden["right_tokens"], golden["lengths"], strict=True)
+    ]
+    np.testing.assert_allclose(scorer.score(rows), golden["scores"], **tolerance(np.float32))
+
+
+def test_a_string_is_scored_with_its_end(scorer) -> None:
+    text, ids = "w10 w11", [1, 10, 11]
+    assert scorer.score([text]) == scorer.score([[*ids, 2]])
+    assert scorer.score([text], add_eos=False) == scorer.score([ids])
+
+
+def test_nothing_asked_nothing_answered(llama, scorer) -> None:
+    assert llama.generate([]) == []
+    assert scorer.score([]) == []
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: m.generate("w10"), "put it in []"),
+        (lambda m: m.generate(["w10", ""]), "text 1 is empty: to start from nothing"),
+        (lambda m: m.generate([[]]), "text 0 is empty"),
+        (lambda m: m.generate([1, 2]), "text 0 must be a string or a list of token ids, got 1"),
+        (lambda m: m.generate([[0.5]]), "text 0 must be a string or a list of token ids"),
+        (lambda m: m.generate([[5, 90]]), "text 0 has token id 90, the model's vocabulary is 0"),
+        (
+            lambda m: m.generate([[5] * 40], max_new_tokens=30),
+            "text 0 has 40 tokens and an answer of up to 30, the model has 64 positions",
+        ),
+        (lambda m: m.generate(["w10"], max_new_tokens=64), "the model has 64 positions"),
+        (lambda m: m.generate(["w10 w11"], prompt_length=2), "must hold the longest prompt (3"),
+        (lambda m: m.generate(["w10"], num_samples=0), "num_samples=0"),
+        (lambda m: m.generate(["w10"], stop_ids=[-1]), "stop_ids has token id -1"),
+        (lambda m: m.generate(["w10"], temperature=-1.0), "temperature"),
+        (lambda m: m.logits([5, 6]), "tokens must have shape [B, T], got [2]"),
+        (lambda m: m.logits([[5, 6], [7]]), "tokens must be a rectangle"),
+        (lambda m: m.logits([[5, 6]], [3]), "lengths must be 1 numbers from 1 to 2"),
+        (lambda m: m.logits([[5] * 65]), "text 0 has 65 tokens, the model has 64 positions"),
+        (lambda m: m.score(["w10"]), "is a language model, it gives no scores"),
+    ],
+)
+def test_what_cannot_be_done_is_explained(llama, call, message) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(llama)
+
+
+def test_a_reward_model_gives_only_scores(scorer) -> None:
+    with pytest.raises(ValueError, match="is a reward model, it gives no logits: use score"):
+        scorer.logits([[1, 2]])
+    with pytest.raises(ValueError, match="is a reward model, it gives no answers"):
+        scorer.generate(["w10"])
+
+
+def test_models_that_cannot_be_loaded_are_explained(directory_of) -> None:
+    with pytest.raises(ValueError, match="there is no model 'no-such/model'"):
+        rlhf_jax.load("no-such/model")
+    with pytest.raises(ValueError, match="dtype='float16' is not supported"):
+        rlhf_jax.load("quickstart", dtype="float16")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="asks for 16 devices, 8 are visible"):
+        rlhf_jax.load("quickstart", mesh="16x1")
+
+
+def test_a_real_model_tells_its_published_story(shared_data) -> None:
+    directory = shared_data("stories260K-hf")
+    golden = json.loads((directory / "golden.json").read_text())
+    model = rlhf_jax.load(directory, mesh="1x1")
+    (story,) = model.generate([[1]], max_new_tokens=199, temperature=0.0)
+    assert [1, *story.tokens] == golden["greedy_ids_from_bos_200"][:200]
+    assert golden["greedy_text_llama2c_expected_stdout"].startswith(story.text.strip()[:300])
