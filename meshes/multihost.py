@@ -43,6 +43,9 @@ def simulate_cpu_devices(count: int) -> None:
 
     Does nothing once JAX has started its devices (in a notebook, in tests).
     """
+    # XLA's thread pool has as many threads as cores; the all-reduces of independent gradients
+    # fill it, wait for each other and stop the process. NPROC is how XLA is told of more.
+    os.environ.setdefault("NPROC", str(16 * count))
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:

@@ -65,7 +65,7 @@ def bytes_per_token(cfg: ModelConfig, batch: int, context: float, itemsize: int)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="decode speed beside its floor")
     parser.add_argument("--model", default="facebook/opt-1.3b")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--prompt", type=int, default=256)

@@ -58,18 +58,20 @@ def measure(cfg: ModelConfig, mesh, rows: int, length: int, settings: SFTConfig,
         TextBatch(tokens, full, np.ones(rows, np.int32), np.ones(rows, np.float32)), compute
     )
     program = update.lower(state, batch).compile()
-    times = []
+    times, metrics = [], {}
     for _ in range(repeats + 1):
         began = time.perf_counter()
         state, metrics = program(state, batch)
         jax.block_until_ready(metrics)
         times.append(time.perf_counter() - began)
     assert np.isfinite(float(metrics["loss"])), metrics
-    return statistics.median(times[1:]), program.memory_analysis()
+    memory = program.memory_analysis()
+    assert memory is not None
+    return statistics.median(times[1:]), memory
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="speed of a train step")
     parser.add_argument("--model", default="facebook/opt-1.3b")
     parser.add_argument("--batch", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--length", type=int, default=512)
@@ -91,9 +93,10 @@ def main() -> None:
         with jax.set_mesh(mesh):
             seconds, memory = measure(cfg, mesh, rows, args.length, settings, args.repeats)
         rate = model_flops(cfg, rows, args.length) / seconds / mesh.size
+        state, temporary = memory.argument_size_in_bytes / 1e9, memory.temp_size_in_bytes / 1e9
         print(
             f"| {rows} | {args.length} | {1e3 * seconds:.1f} | {rate / 1e12:.0f} "
-            f"| {memory.argument_size_in_bytes / 1e9:.1f} | {memory.temp_size_in_bytes / 1e9:.1f} |",
+            f"| {state:.1f} | {temporary:.1f} |",
             flush=True,
         )
 

@@ -32,5 +32,5 @@ def test_importing_is_fast_and_touches_no_device() -> None:
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="'rlhf_jax' has no attribute 'laod'"):
-        rlhf_jax.laod  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(AttributeError, match="'rlhf_jax' has no attribute 'no_such_name'"):
+        rlhf_jax.no_such_name  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]

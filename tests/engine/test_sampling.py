@@ -17,7 +17,7 @@ LAYOUT = Layout.create(make_mesh(parse_mesh("1x1"), 1), "generate", {"vocab": V}
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
-    weights = np.exp(logits - logits.max())
+    weights = np.exp(logits.astype(np.float64) - logits.max())
     return weights / weights.sum()
 
 
@@ -40,7 +40,8 @@ def assert_drawn_from(tokens: np.ndarray, probabilities: np.ndarray) -> None:
     possible = probabilities > 0
     assert (counts[~possible] == 0).all()
     expected = probabilities[possible] * len(tokens)
-    assert chisquare(counts[possible], expected).pvalue > 1e-3
+    if possible.sum() > 1:
+        assert chisquare(counts[possible], expected).pvalue > 1e-3
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
@@ -87,7 +88,9 @@ def test_top_p_is_the_smallest_set_with_that_mass():
 
 def test_greedy_takes_the_largest_and_scores_at_temperature_1():
     logits = np.random.default_rng(0).normal(size=(16, V)).astype(np.float32)
-    tokens, logprobs = draw(SamplingConfig(temperature=0), ids=np.zeros(16, np.int32), logits=logits)
+    tokens, logprobs = draw(
+        SamplingConfig(temperature=0), ids=np.zeros(16, np.int32), logits=logits
+    )
     np.testing.assert_array_equal(tokens, logits.argmax(1))
     expected = [np.log(softmax(row)[token]) for row, token in zip(logits, tokens, strict=True)]
     np.testing.assert_allclose(logprobs, expected, rtol=1e-5)
@@ -119,7 +122,10 @@ def test_noise_depends_on_key_sample_and_index_and_not_on_the_place_in_the_batch
     ("changes", "message"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
-        ({"max_new_tokens": 4, "min_new_tokens": 5}, "min_new_tokens=5 must lie .* max_new_tokens=4"),
+        (
+            {"max_new_tokens": 4, "min_new_tokens": 5},
+            "min_new_tokens=5 must lie .* max_new_tokens=4",
+        ),
         ({"temperature": -1.0}, r"temperature must be 0 \(greedy\) or positive, got -1.0"),
         ({"top_k": -1}, "top_k must be 0 .* got top_k=-1"),
         ({"top_p": 0.0}, r"top_p in \(0, 1\], got .*top_p=0.0"),

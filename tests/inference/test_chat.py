@@ -47,10 +47,11 @@ def test_a_reward_model_is_refused_with_what_to_do(directory_of, pipe, capsys) -
     assert f"error: {directory} is a reward model: it scores" in capsys.readouterr().err
 
 
-def test_wrong_settings_are_one_line(run_directory, pipe, capsys) -> None:
+def test_wrong_settings_are_explained(run_directory, pipe, capsys) -> None:
     pipe("")
-    assert main([str(run_directory), "--max-new-tokens=0"]) == 2
-    assert "error: --max-new-tokens=0 must be at least 1" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([str(run_directory), "--max-new-tokens=0"])
+    assert "--max-new-tokens=0 must be at least 1" in capsys.readouterr().err
     assert main([str(run_directory), "--mesh=1x1", "--max-new-tokens=64"]) == 1
     assert "leaves no room for a question in 64 tokens" in capsys.readouterr().err
 

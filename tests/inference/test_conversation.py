@@ -3,11 +3,11 @@
 import json
 
 import pytest
+from transformers import AutoTokenizer
 
 from rlhf_jax.data import world
 from rlhf_jax.data.byte_tokenizer import byte_tokenizer
 from rlhf_jax.data.tokenize import tokenize_prompts
-from rlhf_jax.hf.tokenizer import load_tokenizer
 from rlhf_jax.inference.conversation import (
     QUICKSTART_FORMAT,
     Conversation,
@@ -93,5 +93,5 @@ def test_a_chat_template_gives_the_ids_of_transformers(shared_data) -> None:
     pytest.importorskip("jinja2")
     directory = shared_data("smollm2-135m-instruct")
     golden = json.loads((directory / "golden.json").read_text())
-    encode = encode_template(load_tokenizer(directory))
+    encode = encode_template(AutoTokenizer.from_pretrained(str(directory)))
     assert encode([Turn("What is the capital of France?")]) == golden["chat_prompt_ids"]

@@ -44,7 +44,9 @@ def test_what_is_not_a_mesh_says_what_is(text):
 def test_a_mesh_of_too_many_devices_names_meshes_that_fit():
     check_device_count(parse_mesh("8x1"), 8)
     check_device_count(parse_mesh("2x1"), 8)
-    with pytest.raises(ValueError, match=r"asks for 8 devices, 4 are visible: .*=4x1 or --mesh=2x2"):
+    with pytest.raises(
+        ValueError, match=r"asks for 8 devices, 4 are visible: .*=4x1 or --mesh=2x2"
+    ):
         check_device_count(parse_mesh("8x1"), 4)
     with pytest.raises(ValueError, match=r"asks for 2 devices, 1 is visible: use --mesh=1x1$"):
         check_device_count(parse_mesh("1x2"), 1)
@@ -82,7 +84,9 @@ def test_the_default_inference_tp_is_the_largest_that_divides(mesh, heads, kv_he
     ],
 )
 def test_an_inference_tp_that_does_not_fit_lists_those_that_do(mesh, size, allowed):
-    with pytest.raises(ValueError, match=f"--inference-tp-size={size} .*{mesh}: use one of {allowed}$"):
+    with pytest.raises(
+        ValueError, match=f"--inference-tp-size={size} .*{mesh}: use one of {allowed}$"
+    ):
         make_mesh(parse_mesh(mesh), size)
 
 
@@ -109,7 +113,9 @@ def test_gen_is_minor_to_data_in_device_order():
 )
 def test_specs_drop_axes_of_size_1(mesh, inference_tp, store, compute, generate):
     """Explicit types of equal layouts do not mix otherwise."""
-    specs = [layout(mesh, inference_tp, t).spec("mlp", None) for t in ("store", "compute", "generate")]
+    specs = [
+        layout(mesh, inference_tp, t).spec("mlp", None) for t in ("store", "compute", "generate")
+    ]
     assert specs == [store, compute, generate]
 
 
@@ -146,7 +152,9 @@ def test_unknown_logical_axes_are_errors():
 
 @pytest.mark.parametrize("table", ["store", "compute", "generate"])
 def test_a_mesh_axis_used_twice_names_both_sides(table: TableName):
-    with pytest.raises(ValueError, match=rf"{table}: \('mlp', 'vocab'\) use a mesh axis twice: .*tp.*tp"):
+    with pytest.raises(
+        ValueError, match=rf"{table}: \('mlp', 'vocab'\) use a mesh axis twice: .*tp.*tp"
+    ):
         layout("4x2", 2, table).spec("mlp", "vocab")
 
 

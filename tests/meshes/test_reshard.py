@@ -1,6 +1,7 @@
 """Going from one table to another: what it costs, by the specs and by the compiled program."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,8 @@ def tables(mesh: str, inference_tp: int) -> tuple[Layout, Layout, Layout]:
 
 def moved(source: NamedSharding, target: NamedSharding) -> dict[str, int]:
     """What XLA compiles a change of layout into."""
-    with jax.set_mesh(source.mesh):
+    mesh: Any = source.mesh
+    with jax.set_mesh(mesh):
         weight = jax.ShapeDtypeStruct(SPEC.shape, jnp.float32, sharding=source)
         move = jax.jit(lambda x: jax.sharding.reshard(x, target))
         return collectives(move.lower(weight).compile())
@@ -131,7 +133,7 @@ def test_batches_are_cut_over_the_devices_that_share_them():
         assert {shard.data.shape for shard in put["valid"].addressable_shards} == {(rows,)}
         np.testing.assert_array_equal(put["tokens"], batch["tokens"])
     assert put_rows(np.arange(5), store, None).is_fully_replicated
-    assert put_rows(np.float32(1), store, None).shape == ()
+    assert put_rows(np.array(1.0), store, None).shape == ()
 
 
 def test_local_shards_run_on_what_a_device_holds():

@@ -106,9 +106,7 @@ def test_norms_are_float32_inside(tolerance):
         np.testing.assert_allclose(got, expected, **tolerance(np.float32))
         narrow = normalize(jnp.bfloat16(x), norm, cfg)
         assert narrow.dtype == jnp.bfloat16
-        np.testing.assert_allclose(
-            narrow.astype(jnp.float32), expected, **tolerance(jnp.bfloat16)
-        )
+        np.testing.assert_allclose(narrow.astype(jnp.float32), expected, **tolerance(jnp.bfloat16))
 
 
 def test_a_cache_is_zero_behind_the_prompt_and_as_large_as_it_says():

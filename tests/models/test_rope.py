@@ -56,8 +56,6 @@ def test_llama3_scaling_slows_long_waves_keeps_short_ones_and_blends_between():
     np.testing.assert_allclose(scaled[short], plain[short])
     between = ~long & ~short
     assert between.sum() >= 2
-    for wave, old, new in zip(
-        wavelength[between], plain[between], scaled[between], strict=True
-    ):
+    for wave, old, new in zip(wavelength[between], plain[between], scaled[between], strict=True):
         smooth = (8192 / wave - 1) / (4 - 1)
         assert new == pytest.approx((1 - smooth) * old / 32 + smooth * old)

@@ -232,7 +232,7 @@ def ppo_update(
         lambda p, b: critic_loss(p, b, critic_place, settings),
         critic.params, batch, num_actions, parts,
     )  # fmt: skip
-    norms = optax.global_norm(actor_grads), optax.global_norm(critic_grads)
+    norms = optax.tree.norm(actor_grads), optax.tree.norm(critic_grads)
     finite = all_finite(*norms, actor_value, critic_value)
     if settings.target_kl is not None:
         stopped = stopped | (metrics["policy/approxkl_avg"] > settings.target_kl)

@@ -75,7 +75,7 @@ def train_step(
 ) -> tuple[TrainState, Metrics]:
     """Gradients and one optimizer step of one model; skipped where not finite."""
     grads, loss, metrics = gradients(loss_fn, state.params, batch, weight_fn, num_parts)
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     finite = all_finite(norm, loss)
     state = apply_gradients(state, grads, optimizer, finite)
     return state, {**metrics, "loss": loss, "grad_norm": norm, "skipped": 1.0 - finite}

@@ -62,8 +62,11 @@ class Pretrained:
         return load_params(self.directory, self.cfg, specs, layout, dtype, head=head)
 
 
-def find_pretrained(name: str) -> Pretrained:
-    """A local directory, a Hub name, or `quickstart`; errors say what was tried."""
+def find_pretrained(name: str, *, scalar: bool = False) -> Pretrained:
+    """A local directory, a Hub name, or `quickstart`; errors say what was tried.
+
+    With `scalar` it is meant for a scalar head, which needs no unembedding.
+    """
     if name == QUICKSTART:
         tokenizer = byte_tokenizer.byte_tokenizer()
         cfg = quickstart_config(
@@ -74,6 +77,6 @@ def find_pretrained(name: str) -> Pretrained:
         )
         return Pretrained(name, cfg, tokenizer, None, None)
     directory = resolve(name)
-    cfg = load_config(directory)
+    cfg = load_config(directory, scalar=scalar)
     tokenizer = load_tokenizer(directory, cfg)
     return Pretrained(name, cfg, tokenizer, directory, read_source_config(directory))

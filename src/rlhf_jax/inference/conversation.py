@@ -58,7 +58,7 @@ def encode_template(tokenizer: PreTrainedTokenizerBase) -> Encode:
     """Prompts by the chat template of the tokenizer.
 
     Raises:
-        ValueError: from the encoder, where the template cannot be run.
+        ValueError: the template cannot be run (tried here, before a person has asked).
     """
 
     def encode(turns: Sequence[Turn]) -> list[int]:
@@ -76,6 +76,7 @@ def encode_template(tokenizer: PreTrainedTokenizerBase) -> Encode:
         # The template writes every special token itself, the first one too.
         return tokenizer.encode(str(text), add_special_tokens=False)
 
+    encode([Turn("a")])
     return encode
 
 

@@ -4,6 +4,8 @@ The trees are generic in their leaf: `Params[ParamSpec]`, `Params[jax.Array]` an
 `Params[NamedSharding]` are one class. Matrices have their tensor-parallel dimension first.
 """
 
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -147,11 +149,11 @@ def abstract_params[Tree](specs: Tree, layout: Layout, dtype: jnp.dtype) -> Tree
     )
 
 
-def init_params[Tree](specs: Tree, layout: Layout, dtype: jnp.dtype, *, key: jax.Array) -> Tree:
+def init_params(specs: Any, layout: Layout, dtype: jnp.dtype, *, key: jax.Array) -> Any:
     """Initial values, born in `layout`: each parameter has its own key, whatever the mesh."""
     leaves, tree = jax.tree.flatten(specs, is_leaf=is_spec)
 
-    def init(key: jax.Array) -> Tree:
+    def init(key: jax.Array) -> Any:
         keys = jax.random.split(key, len(leaves))
         values = [spec.initialize(k, dtype) for spec, k in zip(leaves, keys, strict=True)]
         return jax.tree.unflatten(tree, values)

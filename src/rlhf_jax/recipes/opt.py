@@ -52,8 +52,8 @@ def deepspeed_chat() -> TrainConfig:
     Pairs are compared at every position from where the answers part, pads of the shorter one
     included; the stop token is not trained; advantages and scores are taken as they are; old
     log-probabilities come from one more forward pass; answers are greedy, as OPT's
-    generation_config leaves it. The constants are those of dschat/rlhf/ppo_trainer.py. Not
-    reproduced: an answer's score is read at its stop token, DeepSpeed-Chat's one token before it.
+    generation_config leaves it. The constants are those of dschat/rlhf/ppo_trainer.py. An
+    answer's score is read at the last token before its stop token.
 
     python -m rlhf_jax.train --recipe=deepspeed-chat --mesh=8x1
     """

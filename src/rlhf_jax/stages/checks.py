@@ -7,7 +7,10 @@ from pathlib import Path
 
 from meshes.layout import MeshShape
 from rlhf_jax.data.blend import load_stage_records
+from rlhf_jax.hf.checkpoint import open_checkpoint
+from rlhf_jax.hf.convert import check, plan
 from rlhf_jax.hf.pretrained import Pretrained, find_pretrained
+from rlhf_jax.models.params import param_specs, scalar_specs
 from rlhf_jax.stages.config import TrainConfig
 from rlhf_jax.stages.prompts import check_positions
 from rlhf_jax.stages.reward import read_statistics
@@ -38,10 +41,12 @@ def check_batches(cfg: TrainConfig, shape: MeshShape) -> None:
 
 
 def check_models(cfg: TrainConfig, actor: Pretrained) -> None:
-    """ValueError or FileNotFoundError where the models of step 3 do not fit it or each other."""
+    """ValueError or FileNotFoundError where weights, positions or tokenizers do not fit."""
+    check_weights(actor, scalar=False)
     if cfg.stages == ("sft",):
         return
     reward = reward_origin(cfg, actor)
+    check_weights(reward, scalar=True)
     if "ppo" not in cfg.stages:
         return
     for model in (actor, reward):
@@ -51,12 +56,24 @@ def check_models(cfg: TrainConfig, actor: Pretrained) -> None:
         read_statistics(reward)
 
 
+def check_weights(model: Pretrained, *, scalar: bool) -> None:
+    """Compares the names and shapes in a model's files with its config; reads no data."""
+    if model.directory is None:
+        return
+    checkpoint = open_checkpoint(model.directory)
+    specs = scalar_specs(model.cfg) if scalar else param_specs(model.cfg)
+    head = "new" if scalar and not model.is_scalar else "load"
+    check(plan(specs, model.cfg, checkpoint), model.cfg, checkpoint, head)
+
+
 def reward_origin(cfg: TrainConfig, actor: Pretrained) -> Pretrained:
     """What the reward model of this run is, or is trained from."""
     if "reward" in cfg.stages:
-        return actor if cfg.reward.train_from == "actor" else find_pretrained(cfg.reward_model)
+        from_actor = cfg.reward.train_from == "actor"
+        return find_pretrained(actor.name if from_actor else cfg.reward_model, scalar=True)
     trained = Path(cfg.output_dir) / "reward"
-    return find_pretrained(str(trained) if cfg.resume and trained.exists() else cfg.reward_model)
+    name = str(trained) if cfg.resume and trained.exists() else cfg.reward_model
+    return find_pretrained(name, scalar=True)
 
 
 def check_data(cfg: TrainConfig) -> None:

@@ -1,26 +1,14 @@
 """All stages of a run, in order."""
 
+import logging
 import os
 import time
 from pathlib import Path
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 
-from meshes.layout import (
-    MeshShape,
-    check_device_count,
-    check_inference_tp,
-    default_inference_tp,
-    parse_mesh,
-)
-from meshes.multihost import (
-    default_mesh_shape,
-    num_processes,
-    on_first_process,
-    simulate_cpu_devices,
-    start_processes,
-)
+from meshes.layout import MeshShape, check_inference_tp, default_inference_tp
+from meshes.multihost import keep_compiled_programs, on_first_process, start_devices
 from rlhf_jax.hf.pretrained import Pretrained, find_pretrained
 from rlhf_jax.runtime.log import say, silence
 from rlhf_jax.stages.checks import check_batches, check_data, check_models
@@ -41,8 +29,9 @@ def run_pipeline(cfg: TrainConfig, config_yaml: str) -> None:
         ValueError, FileNotFoundError: the config asks for what is not there or does not fit.
     """
     started = time.perf_counter()
-    use_compilation_cache()
-    shape = start_devices(cfg)
+    keep_compiled_programs(cache_directory())
+    shape = start_devices(cfg.mesh, cpu_devices=min(os.cpu_count() or 1, 2))
+    speak_up()
     actor = find_pretrained(cfg.actor_model)
     inference_tp = choose_inference_tp(cfg, shape, actor)
     check_batches(cfg, shape)
@@ -71,29 +60,40 @@ def run_stage(run: Run, stage: StageName, actor: Pretrained) -> None:
     elif stage == "reward":
         run_reward(run, reward_base(run))
     else:
-        run_ppo(run, trained(run, "sft", cfg.actor_model), trained(run, "reward", cfg.reward_model))
+        policy = trained(run, "sft", cfg.actor_model)
+        run_ppo(run, policy, trained(run, "reward", cfg.reward_model, scalar=True))
     say(f"{stage}: {time.perf_counter() - began:.0f} s")
 
 
-def use_compilation_cache() -> None:
-    """Keeps compiled programs between runs, outside the project."""
-    if jax.config.jax_compilation_cache_dir is None:
-        home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-        compilation_cache.set_cache_dir(str(home / "rlhf_jax" / "xla"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+def cache_directory() -> Path:
+    """Where compiled programs stay between runs: outside the project."""
+    home = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
+    return Path(home) / "rlhf_jax" / "xla"
 
 
-def start_devices(cfg: TrainConfig) -> MeshShape:
-    """Starts JAX with as many devices as the mesh asks for; on a CPU they are simulated."""
-    asked = parse_mesh(cfg.mesh) if cfg.mesh is not None else None
-    wanted = asked.num_devices if asked else min(os.cpu_count() or 1, 2)
-    simulate_cpu_devices(max(wanted // num_processes(), 1))
-    start_processes()
+class _Say(logging.Handler):
+    """Prints what the lower layers log, each line once."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._said: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = record.getMessage()
+        if line not in self._said:
+            self._said.add(line)
+            say(line)
+
+
+def speak_up() -> None:
+    """Lets the first process print what the layers below log; silences the others."""
     if jax.process_index() != 0:
         silence()
-    shape = asked or default_mesh_shape()
-    check_device_count(shape, len(jax.devices()))
-    return shape
+    for name in ("meshes", "kernels_pallas", "rlhf_jax"):
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        logger.handlers = [_Say()]
+        logger.propagate = False
 
 
 def choose_inference_tp(cfg: TrainConfig, shape: MeshShape, actor: Pretrained) -> int:
@@ -107,7 +107,8 @@ def choose_inference_tp(cfg: TrainConfig, shape: MeshShape, actor: Pretrained) -
 def describe(shape: MeshShape, inference_tp: int, actor: Pretrained) -> None:
     """Says what runs where."""
     device = jax.devices()[0]
-    kind = "simulated CPU devices" if device.platform == "cpu" else device.device_kind
+    cpu = "simulated CPU device" if shape.num_devices == 1 else "simulated CPU devices"
+    kind = cpu if device.platform == "cpu" else device.device_kind
     cfg = actor.cfg
     say(
         f"mesh {shape}: {shape.num_devices} {kind}; decoding {inference_tp}-way tensor parallel; "
@@ -116,14 +117,14 @@ def describe(shape: MeshShape, inference_tp: int, actor: Pretrained) -> None:
     )
 
 
-def trained(run: Run, name: str, fallback: str) -> Pretrained:
+def trained(run: Run, name: str, fallback: str, *, scalar: bool = False) -> Pretrained:
     """What an earlier stage left in the output directory, or the model that was named."""
     directory = run.export_dir(name)
-    return find_pretrained(str(directory) if directory.exists() else fallback)
+    return find_pretrained(str(directory) if directory.exists() else fallback, scalar=scalar)
 
 
 def reward_base(run: Run) -> Pretrained:
     """The model that the reward model starts from."""
     if run.cfg.reward.train_from == "actor":
-        return trained(run, "sft", run.cfg.actor_model)
-    return find_pretrained(run.cfg.reward_model)
+        return trained(run, "sft", run.cfg.actor_model, scalar=True)
+    return find_pretrained(run.cfg.reward_model, scalar=True)

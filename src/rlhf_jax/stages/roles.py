@@ -1,7 +1,6 @@
 """The four models of PPO: actor, reference, critic and reward, loaded onto one mesh."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import flax.struct
 import jax
@@ -82,8 +81,12 @@ def load_roles(
 
 
 def check_same_tokens(actor: Pretrained, reward: Pretrained) -> None:
-    """ValueError unless the reward model reads the actor's token ids."""
-    ours, theirs = vocabulary(actor), vocabulary(reward)
+    """ValueError unless the reward model reads the actor's token ids.
+
+    What either one pads with is left out: it is never read, and exports choose it themselves.
+    """
+    pads = {str(model.tokenizer.pad_token) for model in (actor, reward)}
+    ours, theirs = vocabulary(actor, without=pads), vocabulary(reward, without=pads)
     if ours == theirs:
         return
     differing = sorted(set(ours.items()) ^ set(theirs.items()))[:3]
@@ -94,7 +97,7 @@ def check_same_tokens(actor: Pretrained, reward: Pretrained) -> None:
     )
 
 
-def vocabulary(model: Pretrained) -> dict[str, Any]:
-    """Token to id, but for the pad token, which is never read."""
-    vocab = dict(model.tokenizer.get_vocab())
-    return {token: index for token, index in vocab.items() if token != model.tokenizer.pad_token}
+def vocabulary(model: Pretrained, *, without: set[str]) -> dict[str, int]:
+    """Token to id."""
+    vocab = model.tokenizer.get_vocab()
+    return {token: index for token, index in vocab.items() if token not in without}
