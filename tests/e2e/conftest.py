@@ -12,6 +12,7 @@ import pytest
 from rlhf_jax.cli import to_yaml
 from rlhf_jax.cli.values import replace_fields
 from rlhf_jax.recipes.catalog import make_recipe
+from rlhf_jax.runtime.metrics import read_rows
 from rlhf_jax.stages.config import TrainConfig
 from rlhf_jax.stages.pipeline import run_pipeline
 
@@ -42,11 +43,9 @@ class Outcome:
     directory: Path
 
     def metrics(self) -> Metrics:
-        """All metrics by stage and step; those of a step that was repeated are the last ones."""
-        merged: Metrics = {}
-        for row in read_jsonl(self.directory / "metrics.jsonl"):
-            merged.setdefault((row["stage"], row["step"]), {}).update(row)
-        return merged
+        """The rows of metrics.jsonl by stage and step."""
+        rows = read_rows(self.directory / "metrics.jsonl")
+        return {(row["stage"], row["step"]): row for row in rows}
 
     def answers(self) -> dict[tuple[int, str], str]:
         """What the policy said, by step and prompt."""

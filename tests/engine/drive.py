@@ -9,6 +9,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from meshes.layout import Layout, make_mesh, parse_mesh
+from meshes.reshard import put_batch
 from rlhf_jax.data.batches import PromptBatch
 from rlhf_jax.engine.generate import Rollout
 from rlhf_jax.engine.hybrid import HybridEngine
@@ -41,6 +42,7 @@ class Driver:
     mesh_name: str = "1x1"
     inference_tp: int = 1
     stop_ids: tuple[int, ...] = ()
+    dtype: DTypeLike = np.float32
 
     @cached_property
     def engine(self) -> HybridEngine:
@@ -55,15 +57,15 @@ class Driver:
     def place(self) -> ModelOnMesh:
         return ModelOnMesh(self.cfg, self.engine.compute)
 
-    def actor(self, seed: int = 1, dtype: DTypeLike = np.float32) -> Params[jax.Array]:
+    def actor(self, seed: int = 1) -> Params[jax.Array]:
         """A decoder in STORE."""
         specs = param_specs(self.cfg)
-        return put_params(random_values(specs, seed=seed), specs, self.store, dtype)
+        return put_params(random_values(specs, seed=seed), specs, self.store, self.dtype)
 
-    def scalar(self, seed: int, dtype: DTypeLike = np.float32) -> ScalarModel[jax.Array]:
+    def scalar(self, seed: int) -> ScalarModel[jax.Array]:
         """A reward model or critic in STORE."""
         specs = scalar_specs(self.cfg)
-        return put_params(random_values(specs, seed=seed), specs, self.store, dtype)
+        return put_params(random_values(specs, seed=seed), specs, self.store, self.dtype)
 
     def generate(
         self, sampling: SamplingConfig, batch: PromptBatch | None = None, *, seed: int = 5
@@ -82,10 +84,9 @@ class Driver:
             width = answers.shape[1]
             return answer_logprobs(params, rows, lengths, width, self.place, temperature)[0]
 
+        rows = put_batch((batch.tokens_BP, batch.lengths_B, rollout.tokens_BR), self.engine.compute)
         with jax.set_mesh(self.engine.mesh):
-            return np.asarray(
-                run(self.actor(), batch.tokens_BP, batch.lengths_B, rollout.tokens_BR)
-            )
+            return np.asarray(run(self.actor(), *rows))
 
     def jit(self, function: Any, **static: Any) -> Any:
         """`function` compiled and called under the mesh."""

@@ -6,6 +6,7 @@ Nothing runs here. Widths are large against batch and cache, so that weights sta
 import functools
 import math
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import pytest
 
 from meshes.layout import make_mesh, parse_mesh
 from meshes.reshard import reshard_params
+from rlhf_jax.engine.generate import generate
 from rlhf_jax.engine.hybrid import HybridEngine
 from rlhf_jax.engine.sampling import SamplingConfig
 from rlhf_jax.models.decoder import forward
@@ -53,17 +55,24 @@ def abstract(engine: HybridEngine):
 @functools.cache
 def generate_on(mesh: str, inference_tp: int) -> jax.stages.Compiled:
     engine = engine_on(mesh, inference_tp)
-    program = engine._compile_generate(SamplingConfig(max_new_tokens=4))
 
-    def rows(*shape: int, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
+    def run(params, prompts, lengths, sample_ids, active, key):
+        return generate(
+            params, prompts, lengths, sample_ids, active, engine.cfg, engine.rollout,
+            SamplingConfig(max_new_tokens=4), engine.stop_ids, key=key,
+        )  # fmt: skip
+
+    def rows(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         axes = ("batch", *(None,) * (len(shape) - 1))
         return jax.ShapeDtypeStruct(shape, dtype, sharding=engine.rollout.sharding(*axes))
 
     key = jax.eval_shape(lambda: jax.random.key(0))
     with jax.set_mesh(engine.mesh):
-        return program.lower(
-            abstract(engine), rows(B, P), rows(B), rows(B), rows(B, dtype=FLOAT32), key
-        ).compile()
+        return (
+            jax.jit(run)
+            .lower(abstract(engine), rows(B, P), rows(B), rows(B), rows(B, dtype=bool), key)
+            .compile()
+        )
 
 
 @functools.cache

@@ -4,6 +4,7 @@ import functools
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -33,6 +34,15 @@ def test_prefill_and_decode_equal_the_whole_row(name, tolerance):
     real = np.arange(R) < rollout.lengths_B[:, None]
     assert real.sum() > 15
     np.testing.assert_allclose(rollout.logprobs_BR[real], whole[real], **tolerance(np.float32))
+
+
+def test_they_do_in_bfloat16_on_a_mesh_too(tolerance):
+    """Decode and training round differently: what the run logs as rollout/logprob_diff_mean."""
+    driver = Driver(OPT, "4x2", 4, dtype=jnp.bfloat16)
+    rollout = driver.generate(SAMPLED)
+    whole = driver.logprobs(rollout, prompts(), SAMPLED.temperature)
+    assert whole.dtype == rollout.logprobs_BR.dtype == np.float32
+    np.testing.assert_allclose(rollout.logprobs_BR[:-1], whole[:-1], **tolerance(jnp.bfloat16))
 
 
 @pytest.mark.parametrize("name", ["opt", "llama"])

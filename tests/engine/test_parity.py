@@ -56,12 +56,12 @@ def fixed_rollout() -> Rollout:
     rng = np.random.default_rng(7)
     lengths = np.array([5, 4, 1, 3, 5, 2, 5, 0], np.int32)
     inside = np.arange(R) < lengths[:, None]
-    arrays: dict[str, Any] = dict(
-        tokens_BR=np.where(inside, rng.integers(3, 120, (8, R)), 0).astype(np.int32),
-        logprobs_BR=np.where(inside, rng.normal(-6.5, 0.5, (8, R)), 0).astype(np.float32),
-        lengths_B=lengths,
-        ended_B=np.array([0, 1, 1, 1, 0, 1, 1, 0], bool),
-    )
+    arrays: dict[str, Any] = {
+        "tokens_BR": np.where(inside, rng.integers(3, 120, (8, R)), 0).astype(np.int32),
+        "logprobs_BR": np.where(inside, rng.normal(-6.5, 0.5, (8, R)), 0).astype(np.float32),
+        "lengths_B": lengths,
+        "ended_B": np.array([0, 1, 1, 1, 0, 1, 1, 0], bool),
+    }
     return Rollout(**arrays)
 
 
@@ -79,9 +79,9 @@ class Results:
 
 
 @functools.cache
-def train_on(mesh: str, inference_tp: int) -> Results:
+def train_on(mesh: str, inference_tp: int, dtype: Any = np.float32) -> Results:
     """Logits, scores and one update on a mesh."""
-    driver = Driver(OPT, mesh, inference_tp)
+    driver = Driver(OPT, mesh, inference_tp, dtype=dtype)
     place, compute = driver.place, driver.engine.compute
     optimizers: Any = tuple(
         make_optimizer(OPTIMIZER, specs(OPT), 10) for specs in (param_specs, scalar_specs)
@@ -143,6 +143,18 @@ def test_one_update_gives_equal_models_and_moments(trained, truth):
     assert_close(trained.losses, truth.losses, rtol=1e-4, atol=1e-6)
     assert_close(trained.actor, truth.actor, rtol=1e-5, atol=1e-6)
     assert_close(trained.critic, truth.critic, rtol=1e-5, atol=1e-6)
+
+
+def test_bfloat16_parameters_are_their_rounded_masters_and_near_the_float32_update(truth):
+    """Values are of order 0.1 to 1, and each keeps 8 bits on the way."""
+    mixed = train_on("4x2", 4, jnp.bfloat16)
+    for state, expected in ((mixed.actor, truth.actor), (mixed.critic, truth.critic)):
+        rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state.master)
+        jax.tree.map(np.testing.assert_array_equal, state.params, rounded)
+        assert {leaf.dtype for leaf in jax.tree.leaves(state.master)} == {np.dtype(np.float32)}
+        assert_close(state.master, expected.params, rtol=0, atol=2e-2)
+    for name in ("loss/policy_avg", "loss/value_avg", "policy/entropy_avg", "critic/grad_norm"):
+        np.testing.assert_allclose(mixed.losses[name], truth.losses[name], rtol=5e-2)
 
 
 def test_the_update_under_test_does_something(truth):

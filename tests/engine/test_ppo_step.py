@@ -49,12 +49,12 @@ ENDED = np.array([1, 1, 1, 1, 0, 0, 1, 0], bool)
 def rollout() -> Rollout:
     rng = np.random.default_rng(3)
     inside = np.arange(R) < LENGTHS[:, None]
-    arrays: dict[str, Any] = dict(
-        tokens_BR=np.where(inside, rng.integers(3, 99, (8, R)), 0).astype(np.int32),
-        logprobs_BR=np.where(inside, -1.25, 0).astype(np.float32),
-        lengths_B=LENGTHS,
-        ended_B=ENDED,
-    )
+    arrays: dict[str, Any] = {
+        "tokens_BR": np.where(inside, rng.integers(3, 99, (8, R)), 0).astype(np.int32),
+        "logprobs_BR": np.where(inside, -1.25, 0).astype(np.float32),
+        "lengths_B": LENGTHS,
+        "ended_B": ENDED,
+    }
     return Rollout(**arrays)
 
 
@@ -234,12 +234,12 @@ def actor_gradients(model: Any, mesh: str, inference_tp: int, remat: Remat, num_
     settings = replace(UPDATE, remat=remat, num_parts=num_parts)
     mask = (np.arange(R) < LENGTHS[:, None]) & (prompts().valid_B > 0)[:, None]
     rng, zeros = np.random.default_rng(5), np.zeros((8, R), np.float32)
-    arrays: dict[str, Any] = dict(
-        tokens_BT=joined(), prompt_lengths_B=PROMPT_LENGTHS, response_lengths_B=LENGTHS,
-        logprobs_BR=np.full((8, R), -6, np.float32), ref_logprobs_BR=zeros, values_BR=zeros,
-        advantages_BR=rng.normal(size=(8, R)).astype(np.float32), returns_BR=zeros,
-        mask_BR=mask, scores_B=zeros[:, 0], valid_B=prompts().valid_B,
-    )  # fmt: skip
+    arrays: dict[str, Any] = {
+        "tokens_BT": joined(), "prompt_lengths_B": PROMPT_LENGTHS, "response_lengths_B": LENGTHS,
+        "logprobs_BR": zeros - 6, "ref_logprobs_BR": zeros, "values_BR": zeros,
+        "advantages_BR": rng.normal(size=(8, R)).astype(np.float32), "returns_BR": zeros,
+        "mask_BR": mask, "scores_B": zeros[:, 0], "valid_B": prompts().valid_B,
+    }  # fmt: skip
     experience = Experience(**arrays)
     loss = partial(actor_loss, model=driver.place, settings=settings)
     run = driver.jit(lambda p, b: gradients(loss, p, b, num_actions, num_parts))

@@ -6,16 +6,17 @@ QUICKSTART = "quickstart"
 
 
 def quickstart_config(vocab_size: int, bos: int, eos: int, pad: int) -> ModelConfig:
-    """Two layers of width 128. At the usual deviation of 0.02 it does not learn in minutes."""
+    """Two layers of width 128. At the usual deviation of 0.02 it does not learn in minutes, and
+    with 4 heads in place of 8 it learns half as much."""
     width = 128
     return ModelConfig(
         family="opt",
         vocab_size=vocab_size,
         width=width,
         num_layers=2,
-        num_heads=4,
-        num_kv_heads=4,
-        head_size=32,
+        num_heads=8,
+        num_kv_heads=8,
+        head_size=16,
         mlp_width=256,
         max_positions=64,
         positions="learned",

@@ -22,7 +22,7 @@ def quickstart() -> TrainConfig:
         sft=SFTConfig(
             learning_rate=3e-3,
             weight_decay=0.01,
-            num_warmup_steps=10,
+            num_warmup_steps=60,
             final_lr_fraction=0.1,
             adam_beta2=0.98,
             batch_size=64,

@@ -120,8 +120,8 @@ def train(
             (actor, critic), _ = checkpoints.restore(start, (roles.actor, roles.critic))
             roles = replace(roles, actor=actor, critic=critic)
             say(f"ppo: resumed after step {start}")
-        if start == num_steps:
-            run.log("ppo", start, evaluator.measure(start, roles))
+        if start == num_steps:  # its row was written before the interruption
+            evaluator.measure(start, roles)
         for step in range(start, num_steps):
             experiences, metrics = collect(run, roles, engine, programs, data, step)
             with run.timer.phase("update") as wait:

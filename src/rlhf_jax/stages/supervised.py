@@ -40,9 +40,12 @@ def fit(
         if start is not None:
             state, _ = checkpoints.restore(start, state)
             say(f"{stage}: resumed after step {start}")
-        first = start or 0
-        results = run.log(stage, first, evaluate(state))
-        for step, batch in loader.batches(first, num_steps):
+        results: dict[str, float] = {}
+        if start is None:
+            results = run.log(stage, 0, evaluate(state))
+        elif start == num_steps:  # its row was written before the interruption
+            results = {name: float(value) for name, value in evaluate(state).items()}
+        for step, batch in loader.batches(start or 0, num_steps):
             state, metrics = update(state, put_batch(batch, layout))
             done = step + 1
             evaluating, live = run.due(cfg.eval_interval, done, num_steps), None

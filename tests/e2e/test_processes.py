@@ -1,0 +1,100 @@
+"""Two processes of 4 devices make the same run as one process of 8."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlhf_jax.cli import to_yaml
+
+NUM_PROCESSES = 2
+LIMIT = 500
+"""Seconds."""
+
+type Start = Callable[..., list[subprocess.Popen[str]]]
+
+
+@pytest.fixture
+def start(small, tmp_path: Path):
+    """`start("--resume")`: a small run on 4x2 by two processes, which end with the test."""
+    config = tmp_path / "run.yaml"
+    config.write_text(to_yaml(small(tmp_path / "run", {"mesh": "4x2"})), encoding="utf-8")
+    started: list[subprocess.Popen[str]] = []
+
+    def run(*flags: str) -> list[subprocess.Popen[str]]:
+        job = {
+            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
+            "JAX_NUM_PROCESSES": str(NUM_PROCESSES),
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONUNBUFFERED": "1",
+        }
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "rlhf_jax.train", f"--config={config}", *flags],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, **job, "JAX_PROCESS_ID": str(index)},
+            )
+            for index in range(NUM_PROCESSES)
+        ]
+        started.extend(processes)
+        return processes
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def printed(text: str) -> list[str]:
+    """Lines that are not those of the library that connects CPU processes."""
+    return [line for line in text.splitlines() if line and not line.startswith("[Gloo]")]
+
+
+def test_two_processes_make_the_run_of_one(
+    start: Start, unbroken, same_metrics, tmp_path: Path
+) -> None:
+    """Interrupted on the second process, continued by two others: metrics, files, silence."""
+    first, second = start()
+    assert first.stdout is not None
+    for line in first.stdout:
+        if line.startswith("sft  1/"):
+            second.send_signal(signal.SIGINT)
+            break
+    outputs = [process.communicate(timeout=LIMIT) for process in (first, second)]
+    assert [process.returncode for process in (first, second)] == [130, 130], outputs
+    assert "go on with the same command and --resume" in outputs[0][0]
+    assert printed(outputs[1][0]) == []
+
+    resumed = start("--resume")
+    outputs = [process.communicate(timeout=LIMIT) for process in resumed]
+    assert [process.returncode for process in resumed] == [0, 0], outputs
+    assert "finished in" in outputs[0][0]
+    assert printed(outputs[1][0]) == []
+    outcome = type(unbroken)(tmp_path / "run")
+    same_metrics(unbroken.metrics(), outcome.metrics(), rtol=1e-3, atol=1e-4)
+    assert outcome.answers() == unbroken.answers()
+    for name in ("sft", "reward", "actor", "critic"):
+        assert (tmp_path / "run" / name / "model.safetensors").is_file()
+
+
+def test_of_two_processes_the_first_tells_what_is_wrong(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("seed: 1\n")
+    processes = start()
+    outputs = [process.communicate(timeout=LIMIT) for process in processes]
+    assert [process.returncode for process in processes] == [1, 1], outputs
+    assert "holds another run" in outputs[0][1]
+    assert "holds another run" not in outputs[1][1]

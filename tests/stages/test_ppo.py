@@ -1,0 +1,57 @@
+"""Which rows an update phase sees, and the sizes that follow from a config."""
+
+from typing import Any
+
+import pytest
+
+from rlhf_jax.stages.config import PPOConfig
+from rlhf_jax.stages.ppo import minibatches
+
+
+def rows_of(cfg: PPOConfig, step: int = 0, seed: int = 0) -> list[tuple[int, list[int]]]:
+    """(generated batch, its rows) of every optimizer step of an iteration."""
+    experiences: Any = range(cfg.generation_batches)
+    return [(batch, rows.tolist()) for batch, rows in minibatches(cfg, experiences, seed, step)]
+
+
+CONFIGS = [
+    PPOConfig(batch_size=8),
+    PPOConfig(batch_size=8, minibatch_size=4, ppo_epochs=3),
+    PPOConfig(batch_size=8, minibatch_size=2, generation_batches=3, ppo_epochs=2),
+]
+
+
+@pytest.mark.parametrize("cfg", CONFIGS, ids=str)
+def test_every_epoch_sees_every_row_once_and_no_minibatch_mixes_batches(cfg: PPOConfig) -> None:
+    steps = rows_of(cfg)
+    assert len(steps) == cfg.updates_per_iteration
+    per_epoch = len(steps) // cfg.ppo_epochs
+    everything = {(batch, row) for batch in range(cfg.generation_batches) for row in range(8)}
+    for epoch in range(cfg.ppo_epochs):
+        seen = steps[epoch * per_epoch : (epoch + 1) * per_epoch]
+        pairs = [(batch, row) for batch, rows in seen for row in rows]
+        assert len(pairs) == len(everything)
+        assert set(pairs) == everything
+
+
+def test_the_order_is_drawn_from_seed_step_and_epoch() -> None:
+    cfg = PPOConfig(batch_size=32, minibatch_size=8, ppo_epochs=2)
+    assert rows_of(cfg, step=3) == rows_of(cfg, step=3)
+    assert rows_of(cfg, step=3) != rows_of(cfg, step=4)
+    assert rows_of(cfg, seed=1) != rows_of(cfg, seed=2)
+    first, second = rows_of(cfg)[:4], rows_of(cfg)[4:]
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_size": 8, "minibatch_size": 3}, "8 rows do not divide into 3 equal parts"),
+        ({"batch_size": 8, "gradient_accumulation_steps": 3}, "do not divide into 3 equal parts"),
+        ({"ppo_epochs": 0}, "ppo_epochs must be at least 1, got 0"),
+        ({"clip_range": -0.1}, "clip_range must be at least 0"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PPOConfig(**changes)

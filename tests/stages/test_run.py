@@ -1,0 +1,96 @@
+"""Keys, intervals and what a resumed run may change."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import pytest
+import yaml
+
+from meshes.layout import parse_mesh
+from rlhf_jax.cli import to_yaml
+from rlhf_jax.stages.config import PPOConfig, TrainConfig
+from rlhf_jax.stages.run import Run, check_same_settings, flatten, prepare_directory
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(TrainConfig(output_dir=str(tmp_path)), parse_mesh("1x1"), 1)
+
+
+def saved(cfg: TrainConfig) -> dict[str, object]:
+    return yaml.safe_load(to_yaml(cfg))
+
+
+def test_keys_differ_by_step_purpose_and_seed_alone(run: Run) -> None:
+    def bits(run: Run, step: int, purpose: str) -> tuple[int, ...]:
+        return tuple(jax.random.key_data(run.key(step, purpose)).tolist())
+
+    other = Run(replace(run.cfg, seed=7), parse_mesh("4x2"), 2)
+    elsewhere = Run(run.cfg, parse_mesh("4x2"), 2)
+    keys = [bits(run, step, purpose) for step in (0, 1) for purpose in ("generate/0", "init")]
+    assert len({*keys, bits(other, 0, "init")}) == 5
+    assert bits(elsewhere, 1, "generate/0") == bits(run, 1, "generate/0")
+
+
+def test_what_is_due(run: Run) -> None:
+    assert [step for step in range(1, 11) if run.due(4, step, 10)] == [4, 8, 10]
+    assert [step for step in range(1, 11) if run.due(0, step, 10)] == [10]
+
+
+def test_a_stage_is_done_once_its_results_are_recorded(run: Run) -> None:
+    assert not run.is_done("sft")
+    run.finish_stage("sft", {"loss": 1.0})
+    run.finish_stage("reward", {})
+    assert run.is_done("sft")
+    assert run.is_done("reward")
+    assert not run.is_done("ppo")
+
+
+def test_settings_that_only_say_where_and_how_may_change_on_a_resume(tmp_path: Path) -> None:
+    cfg = TrainConfig(mesh="4x2")
+    moved = replace(cfg, mesh="1x2", output_dir="x", resume=True, save_interval=3, step=(3,))
+    check_same_settings(moved, saved(cfg))
+
+
+def test_every_setting_that_changes_what_is_computed_is_named() -> None:
+    cfg = TrainConfig(ppo=PPOConfig(actor_learning_rate=1e-6))
+    changed = replace(cfg, dtype="float32", ppo=replace(cfg.ppo, target_kl=0.5, top_k=5))
+    with pytest.raises(ValueError, match="started with other settings") as error:
+        check_same_settings(changed, saved(cfg))
+    lines = [line.strip() for line in str(error.value).splitlines()]
+    assert lines[1:4] == [
+        "--dtype: bfloat16 then, float32 now",
+        "--ppo.top-k: 0 then, 5 now",
+        "--ppo.target-kl: None then, 0.5 now",
+    ]
+    assert len(lines) == 5
+
+
+def test_flattened_names_are_the_flags() -> None:
+    names = flatten(TrainConfig())
+    assert names["ppo.kl_coef"] == TrainConfig().ppo.kl_coef
+    assert names["step"] == [1, 2, 3]
+    assert not any(name == "ppo" for name in names)
+
+
+def test_a_resumed_config_is_saved_as_one_that_starts(tmp_path: Path) -> None:
+    """Also with --overwrite-output-dir, which would delete a run that another one reproduces."""
+    cfg = TrainConfig(output_dir=str(tmp_path / "run"))
+    file = tmp_path / "run" / "config.yaml"
+    for flags in ({}, {"overwrite_output_dir": True}, {"resume": True}):
+        again = replace(cfg, **flags)
+        prepare_directory(again, to_yaml(again))
+        assert file.read_text() == to_yaml(cfg)
+
+
+def test_overwriting_deletes_what_the_earlier_run_left(tmp_path: Path) -> None:
+    cfg = TrainConfig(output_dir=str(tmp_path))
+    prepare_directory(cfg, to_yaml(cfg))
+    (tmp_path / "metrics.jsonl").write_text("old")
+    with pytest.raises(ValueError, match="holds another run"):
+        prepare_directory(cfg, to_yaml(cfg))
+    assert (tmp_path / "metrics.jsonl").exists()
+    again = replace(cfg, overwrite_output_dir=True)
+    prepare_directory(again, to_yaml(again))
+    assert not (tmp_path / "metrics.jsonl").exists()
