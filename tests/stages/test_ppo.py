@@ -8,7 +8,7 @@ from rlhf_jax.stages.config import PPOConfig
 from rlhf_jax.stages.ppo import minibatches
 
 
-def rows_of(cfg: PPOConfig, step: int = 0, seed: int = 0) -> list[tuple[int, list[int]]]:
+def rows_of(cfg: PPOConfig, step: int = 0, seed: int = 0) -> list[tuple[Any, list[int]]]:
     """(generated batch, its rows) of every optimizer step of an iteration."""
     experiences: Any = range(cfg.generation_batches)
     return [(batch, rows.tolist()) for batch, rows in minibatches(cfg, experiences, seed, step)]
@@ -21,7 +21,7 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize("cfg", CONFIGS, ids=str)
+@pytest.mark.parametrize("cfg", CONFIGS, ids=range(3))
 def test_every_epoch_sees_every_row_once_and_no_minibatch_mixes_batches(cfg: PPOConfig) -> None:
     steps = rows_of(cfg)
     assert len(steps) == cfg.updates_per_iteration
@@ -46,7 +46,8 @@ def test_the_order_is_drawn_from_seed_step_and_epoch() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch_size": 8, "minibatch_size": 3}, "8 rows do not divide into 3 equal parts"),
+        ({"batch_size": 8, "minibatch_size": 3}, "minibatch_size=3 must divide batch_size=8"),
+        ({"batch_size": 8, "generation_batches": 2, "minibatch_size": 16}, "=16 must divide"),
         ({"batch_size": 8, "gradient_accumulation_steps": 3}, "do not divide into 3 equal parts"),
         ({"ppo_epochs": 0}, "ppo_epochs must be at least 1, got 0"),
         ({"clip_range": -0.1}, "clip_range must be at least 0"),

@@ -123,7 +123,7 @@ class PPOConfig:
     batch_size: int = 64
     """Prompts answered in one generation, over all devices."""
     minibatch_size: int | None = None
-    """Rows of one optimizer step; None: `batch_size`."""
+    """Rows of one optimizer step, a divisor of `batch_size`; None: all of it."""
     gradient_accumulation_steps: int = 1
     generation_batches: int = 1
     """Batches that are answered before an update phase."""
@@ -173,7 +173,11 @@ class PPOConfig:
         check_at_least(self, 1, "max_prompt_buckets")
         check_at_least(self, 1, "generation_batches", "ppo_epochs", "num_train_epochs", "max_steps")
         check_at_least(self, 0, "clip_range", "value_clip_range", "value_coef", "entropy_coef")
-        check_divides(self.batch_size * self.generation_batches, self.rows_per_step)
+        if self.batch_size % self.rows_per_step:
+            raise ValueError(
+                f"minibatch_size={self.minibatch_size} must divide batch_size={self.batch_size}: "
+                "a minibatch never mixes two generated batches"
+            )
         check_divides(self.rows_per_step, self.gradient_accumulation_steps)
         _ = self.sampling, self.reward_settings, self.optimizer("actor"), self.optimizer("critic")
 

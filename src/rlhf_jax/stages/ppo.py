@@ -191,13 +191,12 @@ def minibatches(
     A minibatch never mixes two generated batches, as in DeepSpeed-Chat; their order and the order
     of their rows are drawn anew in every epoch.
     """
-    per_step = min(cfg.rows_per_step, cfg.batch_size)
     for epoch in range(cfg.ppo_epochs):
         rng = np.random.default_rng((seed, step, epoch))
         chunks = [
             (experience, rows)
             for experience in experiences
-            for rows in rng.permutation(cfg.batch_size).reshape(-1, per_step)
+            for rows in rng.permutation(cfg.batch_size).reshape(-1, cfg.rows_per_step)
         ]
         for n in rng.permutation(len(chunks)):
             yield chunks[n]
