@@ -1,14 +1,58 @@
 """What one parameter is: shape, logical axes and initialiser, declared once."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 
 LogicalAxis = Literal["vocab", "qkv", "heads", "mlp"] | None
-Initializer = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
+
+
+class Initializer(Protocol):
+    """Initial values by key, shape and dtype. Equal initialisers compile once."""
+
+    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+        """The values."""
+        ...
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Values from a normal distribution of mean 0."""
+
+    stddev: float
+
+    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+        return (self.stddev * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same value everywhere."""
+
+    value: float
+
+    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+        del key
+        return jnp.full(shape, self.value, dtype)
+
+
+@dataclass(frozen=True)
+class Sinusoids:
+    """Rows of sines and cosines of falling frequency; row `offset` is position 0."""
+
+    stddev: float
+    offset: int
+
+    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+        del key
+        rows, width = shape
+        position = (jnp.arange(rows) - self.offset)[:, None]
+        frequency = 10000.0 ** (-jnp.arange(width // 2) * 2.0 / width)[None, :]
+        angle = position * frequency
+        waves = jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=1)
+        return (self.stddev * 2**0.5 * waves).astype(dtype)
 
 
 @dataclass(frozen=True)
@@ -36,37 +80,3 @@ class ParamSpec:
             return value
         row = jnp.arange(self.shape[0]).reshape(-1, *[1] * (len(self.shape) - 1))
         return jnp.where(row < self.rows, value, jnp.zeros((), dtype))
-
-
-def normal(stddev: float) -> Initializer:
-    """Values from a normal distribution of mean 0."""
-
-    def init(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-        return (stddev * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
-
-    return init
-
-
-def constant(value: float) -> Initializer:
-    """The same value everywhere."""
-
-    def init(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-        del key
-        return jnp.full(shape, value, dtype)
-
-    return init
-
-
-def sinusoids(stddev: float, offset: int) -> Initializer:
-    """Rows of sines and cosines of falling frequency; row `offset` is position 0."""
-
-    def init(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-        del key
-        rows, width = shape
-        position = (jnp.arange(rows) - offset)[:, None]
-        frequency = 10000.0 ** (-jnp.arange(width // 2) * 2.0 / width)[None, :]
-        angle = position * frequency
-        waves = jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=1)
-        return (stddev * 2**0.5 * waves).astype(dtype)
-
-    return init

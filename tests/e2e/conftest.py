@@ -22,8 +22,10 @@ SMALL: dict[str, object] = {
     "data.max_rows": 64,
     "sft.batch_size": 8,
     "sft.max_steps": 4,
+    "sft.num_warmup_steps": 0,
     "reward.batch_size": 8,
     "reward.max_steps": 4,
+    "reward.num_warmup_steps": 0,
     "ppo.batch_size": 8,
     "ppo.max_steps": 3,
     "ppo.num_eval_prompts": 8,
@@ -80,6 +82,12 @@ def train(cfg: TrainConfig) -> Outcome:
 def run() -> Callable[[TrainConfig], Outcome]:
     """`run(config)`: all of it, in this process."""
     return train
+
+
+@pytest.fixture(scope="session")
+def outcome() -> Callable[[Path], Outcome]:
+    """`outcome(directory)`: what a run left there."""
+    return Outcome
 
 
 @pytest.fixture(scope="session")

@@ -64,7 +64,7 @@ def printed(text: str) -> list[str]:
 
 
 def test_two_processes_make_the_run_of_one(
-    start: Start, unbroken, same_metrics, tmp_path: Path
+    start: Start, unbroken, outcome, same_metrics, tmp_path: Path
 ) -> None:
     """Interrupted on the second process, continued by two others: metrics, files, silence."""
     first, second = start()
@@ -83,9 +83,9 @@ def test_two_processes_make_the_run_of_one(
     assert [process.returncode for process in resumed] == [0, 0], outputs
     assert "finished in" in outputs[0][0]
     assert printed(outputs[1][0]) == []
-    outcome = type(unbroken)(tmp_path / "run")
-    same_metrics(unbroken.metrics(), outcome.metrics(), rtol=1e-3, atol=1e-4)
-    assert outcome.answers() == unbroken.answers()
+    made = outcome(tmp_path / "run")
+    same_metrics(unbroken.metrics(), made.metrics(), rtol=1e-3, atol=1e-4)
+    assert made.answers() == unbroken.answers()
     for name in ("sft", "reward", "actor", "critic"):
         assert (tmp_path / "run" / name / "model.safetensors").is_file()
 

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshes.spec import ParamSpec, normal
+from meshes.spec import Normal, ParamSpec
 from rlhf_jax.engine.step import Metrics
 
 SPECS = {
-    "weight": ParamSpec((4, 3), ("mlp", None), normal(1.0)),
-    "bias": ParamSpec((3,), (None,), normal(1.0), decay=False),
+    "weight": ParamSpec((4, 3), ("mlp", None), Normal(1.0)),
+    "bias": ParamSpec((3,), (None,), Normal(1.0), decay=False),
 }
 
 

@@ -18,7 +18,7 @@ from meshes.layout import (
     parse_mesh,
 )
 from meshes.rules import TableName
-from meshes.spec import ParamSpec, constant, normal, sinusoids
+from meshes.spec import Constant, Normal, ParamSpec, Sinusoids
 
 UNITS = {"vocab": 128, "mlp": 256, "qkv": 9, "heads": 9}
 
@@ -160,21 +160,21 @@ def test_a_mesh_axis_used_twice_names_both_sides(table: TableName):
 
 def test_a_parameter_has_one_logical_axis_per_dimension():
     with pytest.raises(ValueError, match="differ in length"):
-        ParamSpec((4, 4), (None,), normal(1.0))
+        ParamSpec((4, 4), (None,), Normal(1.0))
 
 
 def test_initial_values_leave_padded_rows_zero():
-    spec = ParamSpec((128, 3), ("mlp", None), constant(2.0), rows=100)
+    spec = ParamSpec((128, 3), ("mlp", None), Constant(2.0), rows=100)
     value = np.asarray(spec.initialize(jax.random.key(0), jnp.dtype("bfloat16")))
     assert value.dtype == jnp.bfloat16
     assert (value[:100] == 2).all()
     assert (value[100:] == 0).all()
-    vector = ParamSpec((128,), ("mlp",), constant(2.0), rows=100)
+    vector = ParamSpec((128,), ("mlp",), Constant(2.0), rows=100)
     assert vector.initialize(jax.random.key(0), jnp.dtype("float32")).sum() == 200
 
 
 def test_sinusoids_have_the_deviation_asked_for_and_position_0_at_the_offset():
-    table = np.asarray(sinusoids(0.5, 2)(jax.random.key(0), (66, 32), jnp.dtype("float32")))
+    table = np.asarray(Sinusoids(0.5, 2)(jax.random.key(0), (66, 32), jnp.dtype("float32")))
     assert np.sqrt(np.mean(table**2)) == pytest.approx(0.5, rel=1e-5)
     np.testing.assert_allclose(table[2, :16], 0, atol=1e-6)  # sin 0
     np.testing.assert_allclose(table[2 + 5, 0], 0.5 * 2**0.5 * np.sin(5.0), rtol=1e-5)

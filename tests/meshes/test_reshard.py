@@ -12,11 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 from meshes.layout import Layout, make_mesh, parse_mesh
 from meshes.reshard import local_shards, put_batch, put_rows, reshard_params
-from meshes.spec import ParamSpec, normal
+from meshes.spec import Normal, ParamSpec
 from tests.meshes.compiled import REMATERIALIZED, collectives, fresh_compiler
 
 UNITS = {"vocab": 128, "mlp": 256, "qkv": 16, "heads": 16}
-SPEC = ParamSpec((256, 4), ("mlp", None), normal(1.0))
+SPEC = ParamSpec((256, 4), ("mlp", None), Normal(1.0))
 LAYOUTS = [
     ("8x1", 1), ("8x1", 2), ("8x1", 4), ("8x1", 8), ("4x2", 2), ("4x2", 4), ("4x2", 8),
     ("2x4", 4), ("2x4", 8), ("1x8", 8), ("2x2x2", 2), ("2x2x2", 4),
@@ -108,7 +108,7 @@ def test_the_compiler_says_so_where_one_does(capfd):
 
 def test_reshard_params_keeps_every_value():
     store, compute, generate = tables("4x2", 4)
-    specs = {"w": SPEC, "b": ParamSpec((256,), ("mlp",), normal(1.0))}
+    specs = {"w": SPEC, "b": ParamSpec((256,), ("mlp",), Normal(1.0))}
     values = {"w": np.arange(1024.0).reshape(256, 4), "b": np.arange(256.0)}
     with jax.set_mesh(store.mesh):
         params = {

@@ -4,6 +4,7 @@ The trees are generic in their leaf: `Params[ParamSpec]`, `Params[jax.Array]` an
 `Params[NamedSharding]` are one class. Matrices have their tensor-parallel dimension first.
 """
 
+import functools
 from typing import Any
 
 import flax.struct
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from meshes.layout import Layout
-from meshes.spec import ParamSpec, constant, normal, sinusoids
+from meshes.spec import Constant, Normal, ParamSpec, Sinusoids
 from rlhf_jax.models.config import ModelConfig
 
 
@@ -67,8 +68,8 @@ class ScalarModel[Leaf]:
 
 def norm_specs(cfg: ModelConfig) -> Norm[ParamSpec]:
     """The declaration of one norm."""
-    one = ParamSpec((cfg.width,), (None,), constant(1.0), decay=False)
-    zero = ParamSpec((cfg.width,), (None,), constant(0.0), decay=False)
+    one = ParamSpec((cfg.width,), (None,), Constant(1.0), decay=False)
+    zero = ParamSpec((cfg.width,), (None,), Constant(0.0), decay=False)
     return Norm(one, zero if cfg.norm == "layer_norm" else None)
 
 
@@ -76,28 +77,28 @@ def layer_specs(cfg: ModelConfig) -> LayerParams[ParamSpec]:
     """The declaration of one layer."""
     D, F, E, HK = cfg.width, cfg.padded_mlp, cfg.qkv_rows, cfg.num_heads * cfg.head_size
     std, out_std = cfg.init_std, cfg.init_std * cfg.default_init_scale()
-    zero = constant(0.0)
+    zero = Constant(0.0)
     gated, rows = cfg.activation == "silu_gated", cfg.mlp_width
     return LayerParams(
         attention_norm=norm_specs(cfg),
-        qkv_ED=ParamSpec((E, D), ("qkv", None), normal(std)),
+        qkv_ED=ParamSpec((E, D), ("qkv", None), Normal(std)),
         qkv_bias_E=ParamSpec((E,), ("qkv",), zero, decay=False) if cfg.attention_bias else None,
-        out_ED=ParamSpec((HK, D), ("heads", None), normal(out_std)),
+        out_ED=ParamSpec((HK, D), ("heads", None), Normal(out_std)),
         out_bias_D=ParamSpec((D,), (None,), zero, decay=False) if cfg.output_bias else None,
         mlp_norm=norm_specs(cfg),
-        gate_FD=ParamSpec((F, D), ("mlp", None), normal(std), rows=rows) if gated else None,
-        up_FD=ParamSpec((F, D), ("mlp", None), normal(std), rows=rows),
+        gate_FD=ParamSpec((F, D), ("mlp", None), Normal(std), rows=rows) if gated else None,
+        up_FD=ParamSpec((F, D), ("mlp", None), Normal(std), rows=rows),
         up_bias_F=ParamSpec((F,), ("mlp",), zero, decay=False, rows=rows) if cfg.mlp_bias else None,
-        down_FD=ParamSpec((F, D), ("mlp", None), normal(out_std), rows=rows),
+        down_FD=ParamSpec((F, D), ("mlp", None), Normal(out_std), rows=rows),
         down_bias_D=ParamSpec((D,), (None,), zero, decay=False) if cfg.mlp_bias else None,
     )
 
 
 def param_specs(cfg: ModelConfig) -> Params[ParamSpec]:
     """The declaration of every parameter of a decoder."""
-    D, W, V, std = cfg.width, cfg.embed_width, cfg.padded_vocab, normal(cfg.init_std)
+    D, W, V, std = cfg.width, cfg.embed_width, cfg.padded_vocab, Normal(cfg.init_std)
     learned, projected = cfg.positions == "learned", W != D
-    waves = sinusoids(cfg.init_std, cfg.position_offset) if cfg.sinusoid_init else std
+    waves = Sinusoids(cfg.init_std, cfg.position_offset) if cfg.sinusoid_init else std
     embedding = ParamSpec((V, W), ("vocab", None), std, rows=cfg.vocab_size)
     return Params(
         embed_VW=embedding,
@@ -112,7 +113,7 @@ def param_specs(cfg: ModelConfig) -> Params[ParamSpec]:
 
 def scalar_specs(cfg: ModelConfig) -> ScalarModel[ParamSpec]:
     """The declaration of a reward model or critic: a zero head gives 0 everywhere at first."""
-    return ScalarModel(param_specs(cfg), ParamSpec((cfg.embed_width,), (None,), constant(0.0)))
+    return ScalarModel(param_specs(cfg), ParamSpec((cfg.embed_width,), (None,), Constant(0.0)))
 
 
 def is_spec(node: object) -> bool:
@@ -152,10 +153,14 @@ def abstract_params[Tree](specs: Tree, layout: Layout, dtype: jnp.dtype) -> Tree
 def init_params(specs: Any, layout: Layout, dtype: jnp.dtype, *, key: jax.Array) -> Any:
     """Initial values, born in `layout`: each parameter has its own key, whatever the mesh."""
     leaves, tree = jax.tree.flatten(specs, is_leaf=is_spec)
+    keys = jax.random.split(key, len(leaves))
+    values = [_initializer(spec, layout, dtype)(k) for spec, k in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(tree, values)
 
-    def init(key: jax.Array) -> Any:
-        keys = jax.random.split(key, len(leaves))
-        values = [spec.initialize(k, dtype) for spec, k in zip(leaves, keys, strict=True)]
-        return jax.tree.unflatten(tree, values)
 
-    return jax.jit(init, out_shardings=shardings(specs, layout))(key)
+@functools.lru_cache(maxsize=256)
+def _initializer(spec: ParamSpec, layout: Layout, dtype: jnp.dtype):
+    """A compiled program for one kind of parameter: layers share theirs."""
+    return jax.jit(
+        lambda key: spec.initialize(key, dtype), out_shardings=layout.param_sharding(spec)
+    )

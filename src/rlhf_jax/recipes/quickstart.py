@@ -51,7 +51,7 @@ def quickstart() -> TrainConfig:
             critic_learning_rate=1e-3,
             actor_weight_decay=0.01,
             critic_weight_decay=0.01,
-            lr_scheduler_type="constant",
+            lr_scheduler_type="cosine",
             num_warmup_steps=0,
             adam_beta2=0.98,
             batch_size=64,

@@ -145,7 +145,7 @@ def train(
                     metrics |= evaluator.measure(done, roles)
             values = run.log("ppo", done, metrics)
             bar.update(done, {name.split("/")[1]: values[name] for name in SHOWN})
-            stopping = run.should_stop()
+            stopping = run.should_stop(logged=True)
             if stopping or run.due(run.cfg.save_interval, done, num_steps):
                 checkpoints.save(done, (roles.actor, roles.critic), {"stage": "ppo", "step": done})
             if stopping:

@@ -97,9 +97,13 @@ class Run:
         finally:
             signal.signal(signal.SIGINT, before)
 
-    def should_stop(self) -> bool:
-        """Whether ctrl-C reached any process; all of them ask, after every step."""
-        return any_process(self.interrupted)
+    def should_stop(self, *, logged: bool) -> bool:
+        """Whether ctrl-C reached any process; all of them ask, after every step.
+
+        Several processes agree only on steps that were logged: to agree they wait for the devices.
+        """
+        alone = jax.process_count() == 1
+        return (alone or logged) and any_process(self.interrupted)
 
     def stop(self, stage: StageName, step: int) -> NoReturn:
         """After a checkpoint was written: says how to go on, and ends the run."""

@@ -49,16 +49,17 @@ def fit(
             state, metrics = update(state, put_batch(batch, layout))
             done = step + 1
             evaluating, live = run.due(cfg.eval_interval, done, num_steps), None
+            logging = evaluating or run.due(cfg.log_interval, done, num_steps)
             if evaluating:
                 with run.timer.phase("evaluate") as wait:
                     metrics |= evaluate(state)
                     wait.append(metrics)
-            if evaluating or run.due(cfg.log_interval, done, num_steps):
+            if logging:
                 values = run.log(stage, done, metrics)
                 live = {name: values[name] for name in shown}
                 results = values if evaluating else results
             bar.update(done, live)
-            stopping = run.should_stop()
+            stopping = run.should_stop(logged=logging)
             if stopping or run.due(cfg.save_interval, done, num_steps):
                 checkpoints.save(done, state, {"stage": stage, "step": done})
             if stopping:
