@@ -26,7 +26,7 @@ HEADER = (
     "right, greedy",
     "reward accuracy",
     "KL",
-    "max mean |log ratio|",
+    "max mean abs log ratio",
     "seconds",
 )
 
