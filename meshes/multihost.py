@@ -2,13 +2,11 @@
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.experimental.compilation_cache import compilation_cache
 
 from meshes.layout import MeshShape, check_device_count, parse_mesh
 
@@ -74,13 +72,6 @@ def start_devices(mesh: str | None, *, cpu_devices: int = 1) -> MeshShape:
     shape = asked or default_mesh_shape()
     check_device_count(shape, len(jax.devices()))
     return shape
-
-
-def keep_compiled_programs(directory: Path) -> None:
-    """Keeps compiled programs between runs in `directory`, where no other place was chosen."""
-    if jax.config.jax_compilation_cache_dir is None:
-        compilation_cache.set_cache_dir(str(directory))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 def to_host(tree: Any) -> Any:

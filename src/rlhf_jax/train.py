@@ -23,6 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from rlhf_jax.stages.pipeline import run_pipeline
 
         run_pipeline(config, to_yaml(config))
+    except BrokenPipeError:  # the reader of a pipe has seen enough: train --help | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError) as error:
         if os.environ.get(TRACEBACK) == "1":
             raise

@@ -19,7 +19,7 @@ def ids(length: int, start: int = 5) -> np.ndarray:
 
 
 def prompt(length: int, sample_id: int = 0) -> PromptRow:
-    return PromptRow(ids(length), sample_id, "text", None)
+    return PromptRow(ids(length), sample_id, "text")
 
 
 def test_rows_start_at_zero_and_fillers_copy_the_first_row() -> None:

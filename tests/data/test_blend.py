@@ -9,7 +9,6 @@ import pytest
 from rlhf_jax.data.blend import (
     DataConfig,
     load_stage_records,
-    load_text_records,
     split_indices,
 )
 
@@ -142,10 +141,3 @@ def test_a_stage_left_without_rows_is_an_error(tmp_path: Path) -> None:
     config = DataConfig(data_path=(path,), data_split="10,0,0")
     with pytest.raises(ValueError, match="'10,0,0' leaves stage ppo none of the rows"):
         load_stage_records(config, "ppo", seed=0)
-
-
-def test_plain_text_is_neither_split_nor_shuffled(tmp_path: Path) -> None:
-    (tmp_path / "t.txt").write_text("one\ntwo\nthree\n")
-    records, notes = load_text_records([str(tmp_path / "t.txt")])
-    assert [record.chosen for record in records] == ["one", "two", "three"]
-    assert notes[0].endswith("t.txt: 3 rows")

@@ -8,8 +8,8 @@ import datasets
 import pytest
 
 from rlhf_jax.data import sources
-from rlhf_jax.data.records import Record
-from rlhf_jax.data.sources import load_records, load_source
+from rlhf_jax.data.records import Record, Stage
+from rlhf_jax.data.sources import Split, load_source
 
 ROWS = [{"prompt": f"p{n} ü", "chosen": " yes", "rejected": " no"} for n in range(3)]
 RECORDS = [Record(f"p{n} ü", " yes", " no") for n in range(3)]
@@ -19,6 +19,13 @@ RECORDS = [Record(f"p{n} ü", " yes", " no") for n in range(3)]
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tmp_path_factory.mktemp("cache")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", cache)
+
+
+def load_records(path: str, *, split: Split = "train", stage: Stage = "sft") -> list[Record]:
+    """The records of a split that is there."""
+    source = load_source(path, split=split, stage=stage)
+    assert source is not None
+    return source.records
 
 
 def json_lines(rows: list[dict]) -> str:

@@ -62,6 +62,7 @@ def test_a_sample_depends_on_seed_number_and_place_alone(llama) -> None:
 
     many = ask(PROMPTS, num_samples=2, seed=1)
     assert many == ask(PROMPTS, num_samples=2, seed=1, batch_size=4)
+    assert many[:2] == ask(PROMPTS[:1], num_samples=2, seed=1)
     assert many[::2] == ask(PROMPTS, seed=1)
     assert many != ask(PROMPTS, num_samples=2, seed=2)
     assert many[::2] != many[1::2]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from meshes.layout import Layout, make_mesh, parse_mesh
-from rlhf_jax.models.cache import cache_bytes, extend
+from rlhf_jax.models.cache import extend
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.decoder import forward, prefill
 from rlhf_jax.models.layers import normalize
@@ -109,7 +109,7 @@ def test_norms_are_float32_inside(tolerance):
         np.testing.assert_allclose(narrow.astype(jnp.float32), expected, **tolerance(jnp.bfloat16))
 
 
-def test_a_cache_is_zero_behind_the_prompt_and_as_large_as_it_says():
+def test_a_cache_is_zero_behind_the_prompt():
     layout = generate_layout(LLAMA, make_mesh(parse_mesh("1x1"), 1))
     keys = jnp.ones((2, LLAMA.num_kv_heads, 3, LLAMA.head_size), jnp.bfloat16)
     with jax.set_mesh(layout.mesh):
@@ -117,5 +117,3 @@ def test_a_cache_is_zero_behind_the_prompt_and_as_large_as_it_says():
     assert longer.shape == (2, 3, 7, 8)
     assert (longer[:, :, :3] == 1).all()
     assert (longer[:, :, 3:] == 0).all()
-    per_layer = 2 * longer.nbytes  # keys and values
-    assert cache_bytes(LLAMA, 2, 7, jnp.dtype("bfloat16")) == LLAMA.num_layers * per_layer

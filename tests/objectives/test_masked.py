@@ -44,16 +44,13 @@ def test_statistics_are_numpys_over_the_kept_entries_and_never_read_the_others(t
         np.testing.assert_allclose(masked_var(jnp.asarray(x), form), kept.var(), **tol)
 
 
-def test_whiten_gives_mean_0_and_std_1_or_keeps_the_mean(tolerance):
+def test_whiten_gives_mean_0_and_std_1(tolerance):
     x, mask = random_array_and_mask()
-    arrays = jnp.asarray(x), jnp.asarray(mask)
-    whitened, shifted = (np.asarray(masked_whiten(*arrays, shift)) for shift in (True, False))
+    whitened = np.asarray(masked_whiten(jnp.asarray(x), jnp.asarray(mask)))
     tol = tolerance(np.float32)
     np.testing.assert_allclose(whitened[mask].mean(), 0.0, **tol)
     np.testing.assert_allclose(whitened[mask].std(), 1.0, **tol)
-    np.testing.assert_allclose(shifted[mask].mean(), x[mask].mean(), **tol)
     assert not whitened[~mask].any()
-    assert not shifted[~mask].any()
 
 
 def test_an_empty_mask_gives_zeros():

@@ -25,8 +25,7 @@ def test_in_a_file_every_interval_is_a_plain_line(capsys: pytest.CaptureFixture[
 def test_a_fact_is_one_line_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
     fact = "mesh [bold]4x2[/bold] " + "x" * 200
     log.say(fact)
-    log.warn("slow")
-    assert capsys.readouterr().out == f"{fact}\nwarning: slow\n"
+    assert capsys.readouterr().out == f"{fact}\n"
 
 
 def test_on_a_terminal_there_is_a_bar_with_metrics(monkeypatch: pytest.MonkeyPatch) -> None:

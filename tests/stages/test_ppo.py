@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlhf_jax.stages.config import PPOConfig
@@ -10,7 +11,8 @@ from rlhf_jax.stages.ppo import minibatches
 
 def rows_of(cfg: PPOConfig, step: int = 0, seed: int = 0) -> list[tuple[Any, list[int]]]:
     """(generated batch, its rows) of every optimizer step of an iteration."""
-    experiences: Any = range(cfg.generation_batches)
+    valid_B = np.ones(cfg.batch_size, np.float32)
+    experiences: Any = [(n, valid_B) for n in range(cfg.generation_batches)]
     return [(batch, rows.tolist()) for batch, rows in minibatches(cfg, experiences, seed, step)]
 
 
@@ -34,6 +36,14 @@ def test_every_epoch_sees_every_row_once_and_no_minibatch_mixes_batches(cfg: PPO
         assert set(pairs) == everything
 
 
+def test_a_minibatch_without_a_valid_row_is_left_out() -> None:
+    cfg = PPOConfig(batch_size=8, minibatch_size=1)
+    valid_B = np.array([1, 0, 1, 0, 0, 0, 0, 0], np.float32)
+    experiences: Any = [("batch", valid_B)]
+    seen = [int(rows[0]) for _, rows in minibatches(cfg, experiences, 0, 0)]
+    assert sorted(seen) == [0, 2]
+
+
 def test_the_order_is_drawn_from_seed_step_and_epoch() -> None:
     cfg = PPOConfig(batch_size=32, minibatch_size=8, ppo_epochs=2)
     assert rows_of(cfg, step=3) == rows_of(cfg, step=3)
@@ -48,7 +58,7 @@ def test_the_order_is_drawn_from_seed_step_and_epoch() -> None:
     [
         ({"batch_size": 8, "minibatch_size": 3}, "minibatch_size=3 must divide batch_size=8"),
         ({"batch_size": 8, "generation_batches": 2, "minibatch_size": 16}, "=16 must divide"),
-        ({"batch_size": 8, "gradient_accumulation_steps": 3}, "do not divide into 3 equal parts"),
+        ({"batch_size": 8, "gradient_accumulation_steps": 3}, "=3 does not divide minibatch_size"),
         ({"ppo_epochs": 0}, "ppo_epochs must be at least 1, got 0"),
         ({"clip_range": -0.1}, "clip_range must be at least 0"),
     ],

@@ -1,5 +1,6 @@
 """Keys, intervals and what a resumed run may change."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,6 +46,26 @@ def test_a_stage_is_done_once_its_results_are_recorded(run: Run) -> None:
     assert run.is_done("sft")
     assert run.is_done("reward")
     assert not run.is_done("ppo")
+
+
+def test_the_summary_stays_json_where_a_result_is_not_finite(run: Run) -> None:
+    run.finish_stage("ppo", {"before": {"kl": float("nan"), "score": 1.0}})
+    text = (run.directory / "summary.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == {
+        "ppo": {"before": {"kl": None, "score": 1.0}}
+    }
+
+
+def test_overwriting_never_deletes_what_the_run_reads(tmp_path: Path) -> None:
+    model = tmp_path / "run" / "sft"
+    model.mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text("seed: 1\n")
+    cfg = TrainConfig(
+        output_dir=str(tmp_path / "run"), actor_model=str(model), overwrite_output_dir=True
+    )
+    with pytest.raises(ValueError, match="would delete .*sft, which this run reads"):
+        prepare_directory(cfg, "seed: 2\n")
+    assert model.is_dir()
 
 
 def test_settings_that_only_say_where_and_how_may_change_on_a_resume(tmp_path: Path) -> None:

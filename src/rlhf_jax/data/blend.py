@@ -15,7 +15,7 @@ from rlhf_jax.data.records import Record, Stage
 from rlhf_jax.data.sources import QUICKSTART, Source, load_source
 
 STAGE_INDEX: dict[Stage, int] = {"sft": 0, "reward": 1, "ppo": 2}
-"""Which part of `data_split` belongs to a stage. (`ptx` text is never split.)"""
+"""Which part of `data_split` belongs to a stage."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,6 @@ def load_stage_records(config: DataConfig, stage: Stage, *, seed: int) -> StageR
         ValueError: the split leaves the stage no train row, or what `load_source` raises.
         FileNotFoundError: as `load_source`.
     """
-    if stage not in STAGE_INDEX:
-        raise ValueError(f"stage {stage} has no share of the data: use load_text_records")
     parts = [_load_part(path, config, config.data_split, stage, seed) for path in config.data_path]
     train, held_out = (rows if len(parts) == 1 else _shuffled(rows, seed) for rows in _join(parts))
     if stage == "sft" and config.sft_only_data_path:
@@ -136,12 +134,6 @@ def load_stage_records(config: DataConfig, stage: Stage, *, seed: int) -> StageR
         )
     notes = tuple(part.note for part in parts)
     return StageRecords(train[: config.max_rows], held_out[: config.max_rows], notes)
-
-
-def load_text_records(paths: Sequence[str]) -> tuple[list[Record], tuple[str, ...]]:
-    """All train rows of sources for the `ptx` loss, in order, and a note for each source."""
-    sources = [_require(load_source(path, split="train", stage="ptx")) for path in paths]
-    return [row for source in sources for row in source.records], tuple(map(str, sources))
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-type Stage = Literal["sft", "reward", "ppo", "ptx"]
-"""`ptx` is the language-model loss on plain text that PPO can mix in; it is no step of its own."""
-
-STAGES: tuple[Stage, ...] = ("sft", "reward", "ppo", "ptx")
+type Stage = Literal["sft", "reward", "ppo"]
 
 ASSISTANT = "\n\nAssistant:"
 """What begins an answer in Anthropic's transcripts."""
@@ -76,10 +73,10 @@ def _text(row: Mapping[str, str]) -> Record | str:
 
 
 SHAPES: tuple[Shape, ...] = (
-    Shape(("prompt", "chosen", "rejected"), ("sft", "reward", "ppo", "ptx"), _pair),
-    Shape(("prompt", "completion"), ("sft", "ppo", "ptx"), _completion),
-    Shape(("chosen", "rejected"), ("sft", "reward", "ppo", "ptx"), _transcripts),
-    Shape(("text",), ("sft", "ptx"), _text),
+    Shape(("prompt", "chosen", "rejected"), ("sft", "reward", "ppo"), _pair),
+    Shape(("prompt", "completion"), ("sft", "ppo"), _completion),
+    Shape(("chosen", "rejected"), ("sft", "reward", "ppo"), _transcripts),
+    Shape(("text",), ("sft",), _text),
     Shape(("prompt",), ("ppo",), _prompt),
 )
 """A row that fits several shapes is read as the first one that the stage takes."""
@@ -118,9 +115,9 @@ def require_stage(records: Collection[Record], stage: Stage, where: str) -> None
     """Check that records made in code have the fields that `stage` reads.
 
     Raises:
-        ValueError: one lacks `chosen` (sft, reward, ptx) or `rejected` (reward).
+        ValueError: one lacks `chosen` (sft, reward) or `rejected` (reward).
     """
-    needed = {"sft": ("chosen",), "ptx": ("chosen",), "reward": ("chosen", "rejected"), "ppo": ()}
+    needed = {"sft": ("chosen",), "reward": ("chosen", "rejected"), "ppo": ()}
     for name in needed[stage]:
         without = sum(getattr(record, name) is None for record in records)
         if without:

@@ -78,16 +78,10 @@ def load_source(path: str, *, split: Split, stage: Stage) -> Source | None:
     return source
 
 
-def load_records(path: str, *, split: Split = "train", stage: Stage = "sft") -> list[Record]:
-    """The records of `load_source`, or an empty list when `path` has no eval split."""
-    source = load_source(path, split=split, stage=stage)
-    return [] if source is None else source.records
-
-
 def _quickstart(split: Split, stage: Stage) -> Source:
     from rlhf_jax.data import world
 
-    records = world.load_records(split, "sft" if stage == "ptx" else stage)
+    records = world.load_records(split, stage)
     require_stage(records, stage, QUICKSTART)
     return Source(QUICKSTART, records)
 

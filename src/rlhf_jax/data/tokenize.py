@@ -52,13 +52,11 @@ class PromptRow:
         tokens: int32, BOS first where the tokenizer has one.
         sample_id: number of the record it was made of: the same however rows are batched.
         prompt: its text, for tables of samples.
-        reference: an answer that the data holds (the chosen one), for rules that compare.
     """
 
     tokens: np.ndarray
     sample_id: int
     prompt: str
-    reference: str | None
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ def tokenize_sft(
     leaves no answer and is dropped either way.
 
     Raises:
-        ValueError: no row is left, or the tokenizer has no EOS.
+        ValueError: the tokenizer has no EOS, or does not tell prompt and answer apart.
     """
     encoder = Encoder(tokenizer)
     answers = encoder.answers([record.chosen for record in records], records)
@@ -177,34 +175,8 @@ def tokenize_prompts(
             tail = ids[num_special:][-(max_length - num_special) :]
             tally.cut += len(ids) > max_length
             tokens = np.asarray([*encoder.prefix, *tail], np.int32)
-            rows.append(PromptRow(tokens, sample_id, record.prompt, record.chosen))
+            rows.append(PromptRow(tokens, sample_id, record.prompt))
     return rows, tally.report(len(rows))
-
-
-def chunk_text(
-    records: Sequence[Record], tokenizer: "PreTrainedTokenizerBase", *, length: int
-) -> tuple[list[SftRow], TokenizeReport]:
-    """Plain text for the `ptx` loss: all texts in a row, cut into rows of `length` tokens.
-
-    Each text starts with BOS where the tokenizer has one. As in DeepSpeed-Chat's
-    `get_unsupervised_data`, texts run on across rows and the last, shorter piece is left out.
-
-    Raises:
-        ValueError: fewer than `length` tokens altogether.
-    """
-    encoder = Encoder(tokenizer)
-    texts = encoder.plain([record.prompt + (record.chosen or "") for record in records])
-    pieces = [np.asarray([*encoder.prefix, *ids], np.int32) for ids in texts if ids]
-    stream = np.concatenate([np.zeros(0, np.int32), *pieces])
-    empty = len(records) - len(pieces)
-    num_rows = len(stream) // length
-    if not num_rows:
-        raise ValueError(
-            f"the texts have {len(stream)} tokens together, one row needs {length}: "
-            "give more text or a smaller length"
-        )
-    rows = [SftRow(row, 0) for row in stream[: num_rows * length].reshape(num_rows, length)]
-    return rows, TokenizeReport(num_rows, 0, 0, empty, 0, length)
 
 
 class Encoder:
@@ -298,16 +270,7 @@ class _Tally:
         return admitted
 
     def report(self, kept: int) -> TokenizeReport:
-        report = TokenizeReport(
-            kept, self.dropped, self.cut, self.empty, self.equal, self.max_length
-        )
-        if not kept:
-            raise ValueError(
-                f"no row is left after tokenising: {report}. "
-                f"max_length={self.max_length}, overlong={self.overlong!r}: raise the length, "
-                "use overlong='cut', or give other data"
-            )
-        return report
+        return TokenizeReport(kept, self.dropped, self.cut, self.empty, self.equal, self.max_length)
 
 
 def _present(answer: str | None) -> str:

@@ -19,7 +19,8 @@ from rlhf_jax.models.params import Params, ScalarModel
 from rlhf_jax.models.scoring import scalar_scores, score_tokens, take_window
 from rlhf_jax.objectives.experience import Experience, RewardSettings, build_experience
 from rlhf_jax.objectives.losses import policy_loss, value_loss
-from rlhf_jax.objectives.masked import masked_mean
+from rlhf_jax.objectives.masked import length_mask, masked_mean
+from rlhf_jax.objectives.rewards import standardize_scores
 
 
 @dataclass(frozen=True)
@@ -127,9 +128,13 @@ def score_rollout(
     tokens = join_rows(prompts.tokens_BP, starts, rollout.tokens_BR, layout)
     args = (tokens, starts, num_answer, actor, settings.temperature)
     ref_logprobs, _ = answer_logprobs(models.reference, *args)
-    logprobs, entropies = rollout.logprobs_BR, None
+    logprobs, entropies, shift = rollout.logprobs_BR, None, {}
     if settings.recompute_logprobs:
         logprobs, entropies = answer_logprobs(models.actor, *args)
+        mask = length_mask(rollout.lengths_B, num_answer) & (prompts.valid_B > 0)[:, None]
+        shift["rollout/logprob_diff_mean"] = masked_mean(
+            jnp.abs(logprobs - rollout.logprobs_BR), mask
+        )
     values = take_window(
         row_scores(models.critic, tokens, critic), starts - 1, num_answer, critic.layout
     )
@@ -148,10 +153,10 @@ def score_rollout(
         logprobs_BR=logprobs,
         ref_logprobs_BR=ref_logprobs,
         values_BR=values,
-        scores_B=(raw - settings.score_mean) / settings.score_std,
+        scores_B=standardize_scores(raw, mean=settings.score_mean, std=settings.score_std),
         entropies_BR=entropies,
     )
-    return experience, metrics
+    return experience, metrics | shift
 
 
 def take_rows(experience: Experience, rows: jax.Array, layout: Layout) -> Experience:

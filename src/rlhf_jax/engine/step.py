@@ -9,8 +9,8 @@ import optax
 from jax import lax
 
 from rlhf_jax.engine.state import TrainState, apply_gradients
+from rlhf_jax.objectives.losses import Metrics
 
-Metrics = dict[str, jax.Array]
 LossFn = Callable[[Any, Any], tuple[jax.Array, Metrics]]
 WeightFn = Callable[[Any], jax.Array]
 

@@ -1,7 +1,7 @@
 """A model by name: its config, its tokenizer and where its weights are."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,14 @@ class Pretrained:
         return load_params(self.directory, self.cfg, specs, layout, dtype, head=head)
 
 
+def stop_ids(cfg: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> int | tuple[int, ...] | None:
+    """The config's stop ids and the tokenizer's EOS, which training puts behind every answer."""
+    ids = dict.fromkeys(cfg.stop_ids)
+    if isinstance(tokenizer.eos_token_id, int):
+        ids[tokenizer.eos_token_id] = None
+    return next(iter(ids)) if len(ids) == 1 else tuple(ids) or None
+
+
 def find_pretrained(name: str, *, scalar: bool = False) -> Pretrained:
     """A local directory, a Hub name, or `quickstart`; errors say what was tried.
 
@@ -79,4 +87,5 @@ def find_pretrained(name: str, *, scalar: bool = False) -> Pretrained:
     directory = resolve(name)
     cfg = load_config(directory, scalar=scalar)
     tokenizer = load_tokenizer(directory, cfg)
+    cfg = replace(cfg, eos_token_id=stop_ids(cfg, tokenizer))
     return Pretrained(name, cfg, tokenizer, directory, read_source_config(directory))

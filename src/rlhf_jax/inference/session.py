@@ -1,8 +1,6 @@
 """A model for people: load it, ask it, score with it, save it."""
 
-import os
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Literal, get_args
@@ -12,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshes.layout import default_inference_tp, make_mesh
-from meshes.multihost import keep_compiled_programs, start_devices, to_host
+from meshes.multihost import start_devices, to_host
 from rlhf_jax.data.batches import collate_prompts
 from rlhf_jax.data.tokenize import Encoder, PromptRow
 from rlhf_jax.engine.hybrid import HybridEngine
@@ -32,9 +30,12 @@ from rlhf_jax.inference.rows import (
     encode,
 )
 from rlhf_jax.models.params import Params, ScalarModel, store_layout
+from rlhf_jax.runtime.compilation import keep_compiled_programs
 
 LoadDtype = Literal["float32", "bfloat16"]
 BATCH_SIZE = 32
+MAX_PROMPTS, MAX_SAMPLES = 2**20, 2**10
+"""Of one call: together they number a sample in 31 bits."""
 
 
 def load(
@@ -58,9 +59,8 @@ def load(
         raise ValueError(f"dtype={dtype!r} is not supported: use 'float32' or 'bfloat16'")
     source = find_pretrained(str(name))
     if source.is_scalar:  # it has no unembedding, whatever the config says of the language model's
-        source = replace(source, cfg=replace(source.cfg, tie_embeddings=True))
-    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    keep_compiled_programs(cache_home / "rlhf_jax" / "xla")
+        source = find_pretrained(str(name), scalar=True)
+    keep_compiled_programs()
     shape = start_devices(mesh)
     heads = (source.cfg.num_heads, source.cfg.num_kv_heads)
     decode_tp = inference_tp_size or default_inference_tp(shape, *heads)
@@ -90,7 +90,7 @@ class Model:
         self.name, self.config, self.mesh = source.name, source.cfg, mesh
         self.tokenizer = source.tokenizer
         self._encoder = Encoder(source.tokenizer)
-        self.stop_ids = tuple(dict.fromkeys([*source.cfg.stop_ids, self._encoder.eos_id]))
+        self.stop_ids = source.cfg.stop_ids
         self._source = source
         self._dtype: LoadDtype = dtype
         store = store_layout(source.cfg, mesh)
@@ -143,7 +143,7 @@ class Model:
         length = self._prompt_length(rows, max_new_tokens, prompt_length)
         engine = self._engine(self._stop_ids(stop_ids))
         asked = [
-            PromptRow(row, sample * len(rows) + number, "", None)
+            PromptRow(row, sample * MAX_PROMPTS + number, "")
             for number, row in enumerate(rows)
             for sample in range(num_samples)
         ]
@@ -248,7 +248,8 @@ class Model:
 
 def check_counts(num_samples: int, batch_size: int) -> None:
     """ValueError unless both are positive."""
-    if num_samples < 1 or batch_size < 1:
+    if not 1 <= num_samples <= MAX_SAMPLES or batch_size < 1:
         raise ValueError(
-            f"num_samples={num_samples} and batch_size={batch_size} must be at least 1"
+            f"num_samples={num_samples} must be 1 to {MAX_SAMPLES} and batch_size={batch_size} "
+            "at least 1"
         )

@@ -142,7 +142,7 @@ def shardings[Tree](specs: Tree, layout: Layout) -> Tree:
 
 
 def abstract_params[Tree](specs: Tree, layout: Layout, dtype: jnp.dtype) -> Tree:
-    """ShapeDtypeStructs with shardings: what a checkpoint is restored into."""
+    """ShapeDtypeStructs with shardings: what a program is compiled for without weights."""
     return jax.tree.map(
         lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=layout.param_sharding(spec)),
         specs,

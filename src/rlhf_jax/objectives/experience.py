@@ -143,7 +143,10 @@ def objective_metrics(
     rewards_BR: jax.Array,
     entropies_BR: jax.Array | None,
 ) -> dict[str, jax.Array]:
-    """TRL's `objective/*`, per response: `rlhf_reward` is what PPO maximises, `scores` are raw."""
+    """TRL's `objective/*`, per response: `rlhf_reward` is what PPO maximises.
+
+    `scores` are as they came: standardised where that is on, neither clipped nor penalised.
+    """
     valid_B = experience.valid_B
     kl_BR = kl_estimate(experience.logprobs_BR, experience.ref_logprobs_BR, settings.kl_kind)
     kl = mean_row_sum(kl_BR, slots_BR, valid_B)

@@ -46,10 +46,9 @@ def sft_loss(logprobs_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
 
 @flax.struct.dataclass
 class PairwiseLoss:
-    """`loss`, the mean over valid rows of `losses_B`, and the scores at the last tokens."""
+    """`loss`, a mean over valid rows, and the scores at the last tokens."""
 
     loss: jax.Array
-    losses_B: jax.Array
     chosen_scores_B: jax.Array
     rejected_scores_B: jax.Array
     accuracy: jax.Array
@@ -113,7 +112,6 @@ def pairwise_loss(
     losses_B += 0.5 * center_coef * (jnp.square(chosen_B) + jnp.square(rejected_B))
     return PairwiseLoss(
         loss=masked_mean(losses_B, valid_B),
-        losses_B=losses_B,
         chosen_scores_B=chosen_B,
         rejected_scores_B=rejected_B,
         accuracy=masked_mean(chosen_B > rejected_B, valid_B),

@@ -39,8 +39,8 @@ def masked_var(x: jax.Array, mask: jax.Array) -> jax.Array:
     return masked_mean(jnp.square(x.astype(jnp.float32) - masked_mean(x, mask)), mask)
 
 
-def masked_whiten(x: jax.Array, mask: jax.Array, shift_mean: bool = True) -> jax.Array:
-    """`(x - mean) / √(var + 1e-8)`, plus the mean again unless `shift_mean`; 0 outside the mask."""
+def masked_whiten(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """`(x - mean) / √(var + 1e-8)`; 0 outside the mask."""
     mean = masked_mean(x, mask)
     whitened = (x.astype(jnp.float32) - mean) * jax.lax.rsqrt(masked_var(x, mask) + 1e-8)
-    return jnp.where(mask.astype(bool), whitened if shift_mean else whitened + mean, 0.0)
+    return jnp.where(mask.astype(bool), whitened, 0.0)

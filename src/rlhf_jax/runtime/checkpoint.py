@@ -3,8 +3,8 @@
 A checkpoint is one folder `<directory>/<step>/` with `state/` (every array under its path in the
 tree) and `meta/metadata` (JSON). It appears under its name when it is complete; what a killed run
 left half-written is ignored. Arrays are stored whole and unpadded by the mesh, so a run saved on
-8x1 continues on 4x2. Keys are paths (`actor.blocks.0.attention.qkv_ED`), not classes: a tree is
-read back into whatever tree of the same paths one asks for.
+8x1 continues on 4x2. Keys are paths (`0.params.layers.0.qkv_ED`, where the first 0 is the actor),
+not classes: a tree is read back into whatever tree of the same paths one asks for.
 """
 
 from collections.abc import Mapping

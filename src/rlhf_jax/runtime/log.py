@@ -1,4 +1,4 @@
-"""What a run says to a person: facts in one line, warnings, progress with live metrics.
+"""What a run says to a person: facts in one line, progress with live metrics.
 
 On a terminal progress is a bar that stays in place; in a file or a pipe it is a plain line every
 log interval. Metrics are passed as floats: fetch them from the device at log steps only.
@@ -32,11 +32,6 @@ def silence() -> None:
 def say(text: str) -> None:
     """One fact in one line, printed as it stands (brackets are no markup)."""
     console.print(Text(text))
-
-
-def warn(text: str) -> None:
-    """Something the person should know or change; the run goes on."""
-    console.print(Text.assemble(("warning: ", "bold yellow"), text))
 
 
 class StepProgress:
@@ -99,7 +94,7 @@ def progress(
         with log.progress("ppo", total=50, every=10) as shown:
             shown.update(1, {"reward": 0.5})
 
-    `say` and `warn` print above the bar meanwhile. Two of them cannot be open at once.
+    What `say` prints stands above the bar meanwhile. Two of them cannot be open at once.
     """
     shown = StepProgress(description, total, done, every)
     if console.is_terminal and not console.quiet:

@@ -29,6 +29,10 @@ class PhaseTimer:
         """Seconds of every phase so far."""
         return dict(self._seconds)
 
+    def elapsed(self) -> float:
+        """Seconds since the last `take`, phases and all else."""
+        return time.perf_counter() - self._started
+
     def take(self) -> dict[str, float]:
         """`timing_s/<phase>`, `timing_s/step` (all of it) and `timing_s/other`; starts anew."""
         now = time.perf_counter()

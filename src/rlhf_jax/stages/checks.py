@@ -4,17 +4,24 @@ Stage 3 starts an hour after stage 1 on large models: what can be known now is s
 """
 
 from pathlib import Path
+from typing import Any
 
 from meshes.layout import MeshShape
-from rlhf_jax.data.blend import load_stage_records
+from rlhf_jax.data.tokenize import tokenize_pairs, tokenize_prompts, tokenize_sft
 from rlhf_jax.hf.checkpoint import open_checkpoint
 from rlhf_jax.hf.convert import check, plan
 from rlhf_jax.hf.pretrained import Pretrained, find_pretrained
 from rlhf_jax.models.params import param_specs, scalar_specs
-from rlhf_jax.stages.config import TrainConfig
-from rlhf_jax.stages.prompts import check_positions
+from rlhf_jax.stages.config import StageName, TrainConfig
 from rlhf_jax.stages.reward import read_statistics
 from rlhf_jax.stages.roles import check_same_tokens
+from rlhf_jax.stages.rows import Tokenize, length_limit, read_rows
+
+TOKENIZE: dict[StageName, Tokenize[Any]] = {
+    "sft": tokenize_sft,
+    "reward": tokenize_pairs,
+    "ppo": tokenize_prompts,
+}
 
 
 def check_batches(cfg: TrainConfig, shape: MeshShape) -> None:
@@ -41,19 +48,40 @@ def check_batches(cfg: TrainConfig, shape: MeshShape) -> None:
 
 
 def check_models(cfg: TrainConfig, actor: Pretrained) -> None:
-    """ValueError or FileNotFoundError where weights, positions or tokenizers do not fit."""
-    check_weights(actor, scalar=False)
+    """ValueError or FileNotFoundError where weights, positions or tokenizers do not fit.
+
+    `actor` is not looked at where step 2 runs alone.
+    """
+    if cfg.stages != ("reward",):
+        check_weights(actor, scalar=False)
+    if "sft" in cfg.stages:
+        check_positions(actor, length_limit(cfg, "sft"))
     if cfg.stages == ("sft",):
         return
     reward = reward_origin(cfg, actor)
     check_weights(reward, scalar=True)
+    if "reward" in cfg.stages:
+        check_positions(reward, length_limit(cfg, "reward"))
     if "ppo" not in cfg.stages:
         return
+    answer = "--ppo.max-answer-seq-len", cfg.ppo.max_answer_seq_len
     for model in (actor, reward):
-        check_positions(cfg.ppo.max_prompt_seq_len, cfg.ppo.max_answer_seq_len, model)
+        check_positions(model, length_limit(cfg, "ppo"), answer)
     check_same_tokens(actor, reward)
     if cfg.ppo.standardize_score and "reward" not in cfg.stages:
         read_statistics(reward)
+
+
+def check_positions(model: Pretrained, *lengths: tuple[str, int]) -> None:
+    """ValueError where lengths, each with its flag, together exceed the model's positions."""
+    room, total = model.cfg.max_positions, sum(length for _, length in lengths)
+    if total > room:
+        asked = " and ".join(f"{flag}={length}" for flag, length in lengths)
+        several = len(lengths) > 1
+        raise ValueError(
+            f"{asked} make{'' if several else 's'} {total} tokens, {model.name} has {room} "
+            f"positions: lower {f'them to {room} together' if several else f'it to {room}'}"
+        )
 
 
 def check_weights(model: Pretrained, *, scalar: bool) -> None:
@@ -76,10 +104,12 @@ def reward_origin(cfg: TrainConfig, actor: Pretrained) -> Pretrained:
     return find_pretrained(name, scalar=True)
 
 
-def check_data(cfg: TrainConfig) -> None:
-    """ValueError or FileNotFoundError where a stage cannot read its rows.
+def check_data(cfg: TrainConfig, actor: Pretrained) -> None:
+    """ValueError or FileNotFoundError where a stage that runs has no rows to train on.
 
-    They are read once more when the stage starts: seconds, against a run lost at its last stage.
+    They are read and tokenised once more when the stage starts: seconds, against a run lost at
+    its last stage, and against the rows of all stages in memory all the time.
     """
     for stage in cfg.stages:
-        load_stage_records(cfg.data, stage, seed=cfg.seed)
+        model = reward_origin(cfg, actor) if stage == "reward" else actor
+        read_rows(cfg, stage, model, TOKENIZE[stage])

@@ -22,10 +22,10 @@ def check_at_least(owner: object, minimum: float, *names: str) -> None:
 
 
 @dataclass(frozen=True)
-class SFTConfig:
-    """Step 1, supervised fine-tuning."""
+class SupervisedConfig:
+    """What steps 1 and 2 share."""
 
-    learning_rate: float = 9.65e-6
+    learning_rate: float = 1e-5
     weight_decay: float = 0.0
     lr_scheduler_type: Schedule = "cosine"
     num_warmup_steps: int = 0
@@ -33,25 +33,26 @@ class SFTConfig:
     """Where linear and cosine schedules end, as a share of the learning rate."""
     adam_beta2: float = 0.95
     batch_size: int = 64
-    """Rows of one optimizer step, over all devices."""
+    """Rows (step 2: pairs) of one optimizer step, over all devices."""
     gradient_accumulation_steps: int = 1
     """Parts that a batch is cut into; changes memory, not the result."""
     num_train_epochs: int = 1
     max_steps: int | None = None
     """Stop after this many optimizer steps, whatever the epochs say."""
     max_seq_len: int = 512
-    loss_on: Literal["all", "completion"] = "all"
-    """Tokens that carry loss: all, as DeepSpeed-Chat, or the answer's only."""
     remat: Remat = "full"
+    """What the backward pass computes again: nothing, a whole layer, or all but products."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "batch_size", "gradient_accumulation_steps", "num_train_epochs")
         check_at_least(self, 1, "max_steps", "max_seq_len")
-        check_divides(self.batch_size, self.gradient_accumulation_steps)
+        check_at_least(self, 0, "learning_rate", "weight_decay", "num_warmup_steps")
+        check_parts("batch_size", self.batch_size, self.gradient_accumulation_steps)
         _ = self.optimizer
 
     @property
     def optimizer(self) -> OptimizerConfig:
+        """AdamW with these settings."""
         return OptimizerConfig(
             learning_rate=self.learning_rate,
             schedule=self.lr_scheduler_type,
@@ -63,22 +64,20 @@ class SFTConfig:
 
 
 @dataclass(frozen=True)
-class RewardConfig:
+class SFTConfig(SupervisedConfig):
+    """Step 1, supervised fine-tuning."""
+
+    learning_rate: float = 9.65e-6
+    loss_on: Literal["all", "completion"] = "all"
+    """Tokens that carry loss: all, as DeepSpeed-Chat, or the answer's only."""
+
+
+@dataclass(frozen=True)
+class RewardConfig(SupervisedConfig):
     """Step 2, the reward model, from pairs of a better and a worse answer."""
 
     learning_rate: float = 5e-5
     weight_decay: float = 0.1
-    lr_scheduler_type: Schedule = "cosine"
-    num_warmup_steps: int = 0
-    final_lr_fraction: float = 0.0
-    """Where linear and cosine schedules end, as a share of the learning rate."""
-    adam_beta2: float = 0.95
-    batch_size: int = 64
-    """Pairs of one optimizer step, over all devices."""
-    gradient_accumulation_steps: int = 1
-    num_train_epochs: int = 1
-    max_steps: int | None = None
-    max_seq_len: int = 512
     span: Literal["last", "divergence"] = "last"
     """Where the two scores are compared: at the last token, or at every position from where the
     answers part, as DeepSpeed-Chat."""
@@ -86,25 +85,10 @@ class RewardConfig:
     """Weight of the squared score, which keeps scores near 0."""
     train_from: Literal["reward_model", "actor"] = "reward_model"
     """Start from --reward-model, or from the model that step 1 trained."""
-    remat: Remat = "full"
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "batch_size", "gradient_accumulation_steps", "num_train_epochs")
-        check_at_least(self, 1, "max_steps", "max_seq_len")
+        super().__post_init__()
         check_at_least(self, 0, "center_coef")
-        check_divides(self.batch_size, self.gradient_accumulation_steps)
-        _ = self.optimizer
-
-    @property
-    def optimizer(self) -> OptimizerConfig:
-        return OptimizerConfig(
-            learning_rate=self.learning_rate,
-            schedule=self.lr_scheduler_type,
-            warmup_steps=self.num_warmup_steps,
-            final_fraction=self.final_lr_fraction,
-            weight_decay=self.weight_decay,
-            beta2=self.adam_beta2,
-        )
 
 
 @dataclass(frozen=True)
@@ -170,7 +154,14 @@ class PPOConfig:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "batch_size", "minibatch_size", "gradient_accumulation_steps")
-        check_at_least(self, 1, "max_prompt_buckets")
+        check_at_least(self, 1, "max_prompt_buckets", "max_prompt_seq_len", "max_answer_seq_len")
+        check_at_least(self, 0, "num_eval_prompts", "target_kl", "min_answer_len")
+        check_at_least(self, 0, "actor_learning_rate", "critic_learning_rate", "num_warmup_steps")
+        if self.min_answer_len > self.max_answer_seq_len:
+            raise ValueError(
+                f"min_answer_len={self.min_answer_len} exceeds "
+                f"max_answer_seq_len={self.max_answer_seq_len}: lower it"
+            )
         check_at_least(self, 1, "generation_batches", "ppo_epochs", "num_train_epochs", "max_steps")
         check_at_least(self, 0, "clip_range", "value_clip_range", "value_coef", "entropy_coef")
         if self.batch_size % self.rows_per_step:
@@ -178,7 +169,7 @@ class PPOConfig:
                 f"minibatch_size={self.minibatch_size} must divide batch_size={self.batch_size}: "
                 "a minibatch never mixes two generated batches"
             )
-        check_divides(self.rows_per_step, self.gradient_accumulation_steps)
+        check_parts("minibatch_size", self.rows_per_step, self.gradient_accumulation_steps)
         _ = self.sampling, self.reward_settings, self.optimizer("actor"), self.optimizer("critic")
 
     @property
@@ -225,10 +216,14 @@ class PPOConfig:
         )
 
 
-def check_divides(rows: int, parts: int) -> None:
-    """ValueError unless `parts` divides `rows`."""
+def check_parts(name: str, rows: int, parts: int) -> None:
+    """ValueError unless `gradient_accumulation_steps` divides a batch; names what would."""
     if rows % parts:
-        raise ValueError(f"{rows} rows do not divide into {parts} equal parts")
+        allowed = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
+        raise ValueError(
+            f"gradient_accumulation_steps={parts} does not divide {name}={rows}: "
+            f"use one of {allowed}"
+        )
 
 
 @dataclass(frozen=True)

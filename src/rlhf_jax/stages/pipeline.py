@@ -3,13 +3,13 @@
 import logging
 import os
 import time
-from pathlib import Path
 
 import jax
 
 from meshes.layout import MeshShape, check_inference_tp, default_inference_tp
-from meshes.multihost import keep_compiled_programs, on_first_process, start_devices
+from meshes.multihost import on_first_process, start_devices
 from rlhf_jax.hf.pretrained import Pretrained, find_pretrained
+from rlhf_jax.runtime.compilation import keep_compiled_programs
 from rlhf_jax.runtime.log import say, silence
 from rlhf_jax.stages.checks import check_batches, check_data, check_models
 from rlhf_jax.stages.config import StageName, TrainConfig
@@ -29,16 +29,16 @@ def run_pipeline(cfg: TrainConfig, config_yaml: str) -> None:
         ValueError, FileNotFoundError: the config asks for what is not there or does not fit.
     """
     started = time.perf_counter()
-    keep_compiled_programs(cache_directory())
+    keep_compiled_programs()
     shape = start_devices(cfg.mesh, cpu_devices=min(os.cpu_count() or 1, 2))
     speak_up()
-    actor = find_pretrained(cfg.actor_model)
+    say(config_yaml.rstrip())
+    actor = main_model(cfg)
     inference_tp = choose_inference_tp(cfg, shape, actor)
     check_batches(cfg, shape)
     check_models(cfg, actor)
-    check_data(cfg)
+    check_data(cfg, actor)
     on_first_process(lambda: prepare_directory(cfg, config_yaml))
-    say(config_yaml.rstrip())
     describe(shape, inference_tp, actor)
     run = Run(cfg, shape, inference_tp)
     with run.watch_interrupts():
@@ -63,12 +63,6 @@ def run_stage(run: Run, stage: StageName, actor: Pretrained) -> None:
         policy = trained(run, "sft", cfg.actor_model)
         run_ppo(run, policy, trained(run, "reward", cfg.reward_model, scalar=True))
     say(f"{stage}: {time.perf_counter() - began:.0f} s")
-
-
-def cache_directory() -> Path:
-    """Where compiled programs stay between runs: outside the project."""
-    home = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
-    return Path(home) / "rlhf_jax" / "xla"
 
 
 class _Say(logging.Handler):
@@ -121,6 +115,13 @@ def trained(run: Run, name: str, fallback: str, *, scalar: bool = False) -> Pret
     """What an earlier stage left in the output directory, or the model that was named."""
     directory = run.export_dir(name)
     return find_pretrained(str(directory) if directory.exists() else fallback, scalar=scalar)
+
+
+def main_model(cfg: TrainConfig) -> Pretrained:
+    """The actor; the model that step 2 starts from where a run needs no actor."""
+    if cfg.stages == ("reward",) and cfg.reward.train_from == "reward_model":
+        return find_pretrained(cfg.reward_model, scalar=True)
+    return find_pretrained(cfg.actor_model)
 
 
 def reward_base(run: Run) -> Pretrained:

@@ -1,6 +1,7 @@
 """Step 3: PPO against the reward model. One iteration = generate, score, update."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -38,14 +39,13 @@ def run_ppo(run: Run, actor: Pretrained, reward: Pretrained) -> None:
     """Trains the actor and leaves it in `actor/`, the critic in `critic/`."""
     cfg = run.cfg.ppo
     data = ppo_data(run, actor)
-    num_steps = cfg.max_steps or max(
-        cfg.num_train_epochs * data.train.num_batches // cfg.generation_batches, 1
-    )
+    num_batches = cfg.num_train_epochs * data.train.num_batches
+    num_steps = cfg.max_steps or -(-num_batches // cfg.generation_batches)
     with jax.set_mesh(run.mesh):
         roles, cast = load_roles(run, actor, reward, num_steps * cfg.updates_per_iteration)
         engine = HybridEngine(actor.cfg, run.mesh, actor.cfg.stop_ids)
-        programs = Programs.compile(cfg, cast, reward)
-        evaluator = Evaluator(run, engine, programs.score, data, actor)
+        programs = Programs.create(cfg, cast, reward)
+        evaluator = Evaluator(run, engine, programs.score_evaluation, data, actor)
         roles = train(run, roles, engine, programs, data, evaluator, num_steps)
         save_hf(
             run.export_dir("actor"), roles.actor.params, actor.cfg, run.cfg.dtype,
@@ -64,11 +64,12 @@ class Programs:
     """The compiled programs of an iteration, beside the engine's generate."""
 
     score: Any
+    score_evaluation: Any
     update: Any
 
     @classmethod
-    def compile(cls, cfg: PPOConfig, cast: Cast, reward: Pretrained) -> "Programs":
-        """Wraps them in jit; they compile at first use, once per prompt bucket."""
+    def create(cls, cfg: PPOConfig, cast: Cast, reward: Pretrained) -> "Programs":
+        """Jitted: they compile at first use, once per prompt bucket."""
         mean, std = read_statistics(reward) if cfg.standardize_score else (0.0, 1.0)
         temperature = cfg.sampling.score_temperature
         scoring = ScoringSettings(
@@ -88,7 +89,12 @@ class Programs:
             num_parts=cfg.gradient_accumulation_steps,
             remat=cfg.remat,
         )
-        score = partial(score_rollout, actor=cast.actor, critic=cast.critic, settings=scoring)
+        # Evaluation samples at temperature 1 and greedily, whatever training does.
+        plain = replace(scoring, temperature=1.0, recompute_logprobs=False)
+        score, score_evaluation = (
+            jax.jit(partial(score_rollout, actor=cast.actor, critic=cast.critic, settings=each))
+            for each in (scoring, plain)
+        )
         update = partial(
             ppo_update,
             actor_place=cast.actor,
@@ -96,7 +102,8 @@ class Programs:
             optimizers=cast.optimizers,
             settings=settings,
         )
-        return cls(jax.jit(score), jax.jit(update, donate_argnums=(0, 1)))
+        evaluation = score if plain == scoring else score_evaluation
+        return cls(score, evaluation, jax.jit(update, donate_argnums=(0, 1)))
 
 
 def train(
@@ -110,11 +117,11 @@ def train(
 ) -> Roles:
     """The PPO loop; starts after the last checkpoint on a resume."""
     cfg, layout = run.cfg.ppo, engine.compute
-    with (
-        run.checkpoints("ppo") as checkpoints,
-        progress("ppo", num_steps, every=run.cfg.log_interval) as bar,
-    ):
+    with run.checkpoints("ppo") as checkpoints, ExitStack() as stack:
         start = (checkpoints.latest_step() if run.cfg.resume else None) or 0
+        bar = stack.enter_context(
+            progress("ppo", num_steps, done=start, every=run.cfg.log_interval)
+        )
         run.log("ppo", 0, evaluator.measure(0, roles))
         if start:
             (actor, critic), _ = checkpoints.restore(start, (roles.actor, roles.critic))
@@ -138,7 +145,7 @@ def train(
             # Before any update the new log-probabilities are the training graph's of the policy
             # that sampled: what differs is the sampler's arithmetic.
             metrics |= means(all_losses)
-            metrics["rollout/logprob_diff_mean"] = all_losses[0]["policy/abs_log_ratio"]
+            metrics.setdefault("rollout/logprob_diff_mean", all_losses[0]["policy/abs_log_ratio"])
             metrics |= throughput(run, engine, data)
             if run.due(run.cfg.eval_interval, done, num_steps):
                 with run.timer.phase("evaluate"):
@@ -156,8 +163,10 @@ def train(
 
 def collect(
     run: Run, roles: Roles, engine: HybridEngine, programs: Programs, data: PromptData, step: int
-) -> tuple[list[Experience], Metrics]:
-    """Generates and scores the batches of one iteration; metrics are means over them."""
+) -> tuple[list[tuple[Experience, np.ndarray]], Metrics]:
+    """Generates and scores the batches of one iteration, each with its `valid_B`; metrics are
+    means over them.
+    """
     cfg = run.cfg.ppo
     policy = engine.pin(roles.actor.params) if cfg.pin_rollout else roles.actor.params
     scorers = Scorers(roles.actor.params, roles.reference, roles.critic.params, roles.reward)
@@ -173,7 +182,7 @@ def collect(
                 scorers, put_batch(prompts, engine.compute), rollout
             )
             wait.append(metrics)
-        experiences.append(experience)
+        experiences.append((experience, prompts.valid_B))
         all_metrics.append(metrics)
     return experiences, means(all_metrics)
 
@@ -184,19 +193,20 @@ def means(rows: list[Metrics]) -> Metrics:
 
 
 def minibatches(
-    cfg: PPOConfig, experiences: list[Experience], seed: int, step: int
+    cfg: PPOConfig, experiences: list[tuple[Experience, np.ndarray]], seed: int, step: int
 ) -> Iterator[tuple[Experience, np.ndarray]]:
     """Which rows of which experience each optimizer step sees, epoch by epoch.
 
     A minibatch never mixes two generated batches, as in DeepSpeed-Chat; their order and the order
-    of their rows are drawn anew in every epoch.
+    of their rows are drawn anew in every epoch. One without a valid row is left out.
     """
     for epoch in range(cfg.ppo_epochs):
         rng = np.random.default_rng((seed, step, epoch))
         chunks = [
             (experience, rows)
-            for experience in experiences
+            for experience, valid_B in experiences
             for rows in rng.permutation(cfg.batch_size).reshape(-1, cfg.rows_per_step)
+            if valid_B[rows].any()
         ]
         for n in rng.permutation(len(chunks)):
             yield chunks[n]
@@ -204,7 +214,7 @@ def minibatches(
 
 def throughput(run: Run, engine: HybridEngine, data: PromptData) -> dict[str, float]:
     """Samples a second by wall clock, and DeepSpeed-Chat's generation and training TFLOP/s."""
-    cfg, seconds = run.cfg.ppo, run.timer.peek()
+    cfg, seconds, elapsed = run.cfg.ppo, run.timer.peek(), run.timer.elapsed()
     rows = cfg.batch_size * cfg.generation_batches
     length = data.max_prompt + cfg.max_answer_seq_len
     devices = run.mesh.size * 1e12
@@ -213,7 +223,7 @@ def throughput(run: Run, engine: HybridEngine, data: PromptData) -> dict[str, fl
     generated = deepspeed_flops(model, rows, length, 1)
     trained = deepspeed_flops(model, rows * cfg.ppo_epochs, length, passes)
     return {
-        "perf/samples_per_second": rows / sum(seconds.values()),
+        "perf/samples_per_second": rows / elapsed,
         "perf/generation_tflops_per_device": generated / seconds["generate"] / devices,
         "perf/actor_training_tflops_per_device": trained / seconds["update"] / devices,
     }

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from meshes.layout import Layout
-from rlhf_jax.data.batches import PairBatch, collate_pairs, common_length
-from rlhf_jax.data.blend import load_stage_records
+from rlhf_jax.data.batches import PairBatch, collate_pairs
 from rlhf_jax.data.loader import Loader
 from rlhf_jax.data.tokenize import tokenize_pairs
 from rlhf_jax.engine.optimizer import make_optimizer
@@ -30,8 +29,8 @@ from rlhf_jax.models.scoring import scalar_scores
 from rlhf_jax.objectives.losses import PairwiseLoss, pairwise_loss
 from rlhf_jax.runtime.log import say
 from rlhf_jax.stages.config import RewardConfig
+from rlhf_jax.stages.rows import batches_of_one_length, stage_rows
 from rlhf_jax.stages.run import Run
-from rlhf_jax.stages.sft import PAD_MULTIPLE, first_batches
 from rlhf_jax.stages.supervised import fit, mean_over
 
 STATISTICS_FILE = "score_statistics.json"
@@ -80,23 +79,13 @@ def run_reward(run: Run, base: Pretrained) -> None:
 
 def reward_data(run: Run, base: Pretrained) -> tuple[Loader[PairBatch], list[PairBatch]]:
     """Training batches, and held-out ones (none where nothing is held out)."""
-    cfg, data = run.cfg.reward, run.cfg.data
-    records = load_stage_records(data, "reward", seed=run.cfg.seed)
-    for note in records.notes:
-        say(note)
-    tokenize = partial(
-        tokenize_pairs,
-        tokenizer=base.tokenizer,
-        max_length=min(cfg.max_seq_len, base.cfg.max_positions),
-        overlong=data.overlong,
+    return batches_of_one_length(
+        run,
+        stage_rows(run, "reward", base, tokenize_pairs),
+        collate_pairs,
+        batch_size=run.cfg.reward.batch_size,
+        max_length=base.cfg.max_positions,
     )
-    rows, report = tokenize(records.train)
-    say(f"reward: {report}")
-    held_out = tokenize(records.eval)[0] if records.eval else []
-    length = min(common_length([*rows, *held_out], PAD_MULTIPLE), base.cfg.max_positions)
-    collate = partial(collate_pairs, length=length)
-    make = partial(Loader, collate=collate, batch_size=cfg.batch_size, seed=run.cfg.seed)
-    return make(rows), first_batches(make, held_out, run.cfg.eval_batches)
 
 
 def num_pairs(batch: Any) -> jax.Array:

@@ -85,6 +85,11 @@ def check_same_tokens(actor: Pretrained, reward: Pretrained) -> None:
 
     What either one pads with is left out: it is never read, and exports choose it themselves.
     """
+    if reward.cfg.vocab_size < actor.cfg.vocab_size:
+        raise ValueError(
+            f"the actor ({actor.name}) can answer with any of {actor.cfg.vocab_size} tokens, the "
+            f"reward model ({reward.name}) knows {reward.cfg.vocab_size}: use models of one family"
+        )
     pads = {str(model.tokenizer.pad_token) for model in (actor, reward)}
     ours, theirs = vocabulary(actor, without=pads), vocabulary(reward, without=pads)
     if ours == theirs:

@@ -1,6 +1,7 @@
 """One run: its directory, mesh, random keys, metrics, checkpoints and interruptions."""
 
 import json
+import math
 import shutil
 import signal
 import zlib
@@ -31,7 +32,7 @@ FREE_ON_RESUME = {
 
 
 class Run:
-    """What the stages share. Opened once; `close` at the end."""
+    """What the stages share."""
 
     def __init__(self, cfg: TrainConfig, shape: MeshShape, inference_tp: int) -> None:
         self.cfg = cfg
@@ -70,8 +71,8 @@ class Run:
         """
 
         def write() -> None:
-            summary = read_summary(self.directory) | {stage: dict(results)}
-            text = json.dumps(summary, indent=2) + "\n"
+            summary = read_summary(self.directory) | {stage: finite(results)}
+            text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
             (self.directory / SUMMARY_FILE).write_text(text, encoding="utf-8")
 
         on_first_process(write)
@@ -111,6 +112,18 @@ class Run:
         raise KeyboardInterrupt
 
 
+def finite(results: Mapping[str, Any]) -> dict[str, Any]:
+    """The results with null for numbers that are not finite: JSON has no others."""
+    return {
+        name: finite(value)
+        if isinstance(value, Mapping)
+        else None
+        if isinstance(value, float) and not math.isfinite(value)
+        else value
+        for name, value in results.items()
+    }
+
+
 def read_summary(directory: Path) -> dict[str, Any]:
     """The results of the stages that ended, by stage."""
     path = directory / SUMMARY_FILE
@@ -137,9 +150,21 @@ def prepare_directory(cfg: TrainConfig, config_yaml: str) -> None:
             raise ValueError(
                 f"{directory} holds {what}: use {ways if holds_run else ''}another --output-dir"
             )
+        check_keeps_inputs(cfg, directory)
         shutil.rmtree(directory)
     directory.mkdir(parents=True, exist_ok=True)
     config_file.write_text(startable(config_yaml), encoding="utf-8")
+
+
+def check_keeps_inputs(cfg: TrainConfig, directory: Path) -> None:
+    """ValueError where deleting the directory would delete what the run reads."""
+    inputs = (cfg.actor_model, cfg.reward_model, *cfg.data.data_path, *cfg.data.sft_only_data_path)
+    inside = [name for name in inputs if Path(name).resolve().is_relative_to(directory.resolve())]
+    if inside:
+        raise ValueError(
+            f"--overwrite-output-dir would delete {', '.join(inside)}, which this run reads: "
+            "use another --output-dir"
+        )
 
 
 def startable(config_yaml: str) -> str:

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from meshes.layout import Layout
-from rlhf_jax.data.batches import TextBatch, collate_text, common_length
-from rlhf_jax.data.blend import load_stage_records
+from rlhf_jax.data.batches import TextBatch, collate_text
 from rlhf_jax.data.loader import Loader
 from rlhf_jax.data.tokenize import tokenize_sft
 from rlhf_jax.engine.optimizer import make_optimizer
@@ -29,11 +28,9 @@ from rlhf_jax.models.scoring import score_tokens
 from rlhf_jax.objectives.losses import prediction_mask, sft_loss
 from rlhf_jax.runtime.log import say
 from rlhf_jax.stages.config import SFTConfig
+from rlhf_jax.stages.rows import batches_of_one_length, stage_rows
 from rlhf_jax.stages.run import Run
 from rlhf_jax.stages.supervised import fit, mean_over
-
-PAD_MULTIPLE = 16
-"""Rows are padded to a multiple of this many tokens."""
 
 
 def run_sft(run: Run, base: Pretrained) -> None:
@@ -77,32 +74,13 @@ def run_sft(run: Run, base: Pretrained) -> None:
 
 def sft_data(run: Run, base: Pretrained) -> tuple[Loader[TextBatch], list[TextBatch]]:
     """Training batches, and held-out ones (none where nothing is held out)."""
-    cfg, data = run.cfg.sft, run.cfg.data
-    records = load_stage_records(data, "sft", seed=run.cfg.seed)
-    for note in records.notes:
-        say(note)
-    tokenize = partial(
-        tokenize_sft,
-        tokenizer=base.tokenizer,
-        max_length=min(cfg.max_seq_len, base.cfg.max_positions),
-        overlong=data.overlong,
+    return batches_of_one_length(
+        run,
+        stage_rows(run, "sft", base, tokenize_sft),
+        collate_text,
+        batch_size=run.cfg.sft.batch_size,
+        max_length=base.cfg.max_positions,
     )
-    rows, report = tokenize(records.train)
-    say(f"sft: {report}")
-    held_out = tokenize(records.eval)[0] if records.eval else []
-    length = common_length([*rows, *held_out], PAD_MULTIPLE)
-    length = min(length, base.cfg.max_positions)
-    collate = partial(collate_text, length=length)
-    make = partial(Loader, collate=collate, batch_size=cfg.batch_size, seed=run.cfg.seed)
-    return make(rows), first_batches(make, held_out, run.cfg.eval_batches)
-
-
-def first_batches(make: Any, rows: list[Any], limit: int) -> list[Any]:
-    """The first `limit` batches of held-out rows, in order."""
-    if not rows:
-        return []
-    loader = make(rows, shuffle=False)
-    return [loader.batch(n) for n in range(min(limit, loader.num_batches))]
 
 
 def num_predictions(batch: TextBatch, loss_on: str) -> jax.Array:
@@ -132,7 +110,6 @@ def sft_batch_loss(
     return loss, {
         "cross_entropy": loss,
         "entropy": (entropy * share).sum(),
-        "accuracy": ((logprobs > -jnp.log(2.0)) * share).sum(),
     }
 
 

@@ -27,7 +27,8 @@ def print_summary(directory: Path, seconds: float) -> None:
         if (directory / name).exists():
             say(f"  {directory / name}/  {what}, a Hugging Face directory")
     say(f"  {directory / 'metrics.jsonl'}, {directory / 'samples'}/, {directory / 'config.yaml'}")
-    say(f"try it: python -m rlhf_jax.chat {directory}")
+    if (directory / "actor").exists() or (directory / "sft").exists():
+        say(f"try it: python -m rlhf_jax.chat {directory}")
 
 
 def print_ppo(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:

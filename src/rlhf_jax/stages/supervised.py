@@ -1,6 +1,7 @@
 """The training loop of the two supervised stages."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import jax
@@ -35,8 +36,11 @@ def fit(
     `save_interval` and at the end. Returns the state and the last evaluation.
     """
     cfg = run.cfg
-    with run.checkpoints(stage) as checkpoints, progress_of(run, stage, num_steps) as bar:
+    with run.checkpoints(stage) as checkpoints, ExitStack() as stack:
         start = checkpoints.latest_step() if cfg.resume else None
+        bar = stack.enter_context(
+            progress(stage, num_steps, done=start or 0, every=cfg.log_interval)
+        )
         if start is not None:
             state, _ = checkpoints.restore(start, state)
             say(f"{stage}: resumed after step {start}")
@@ -66,11 +70,6 @@ def fit(
                 checkpoints.wait()
                 run.stop(stage, done)
     return state, results
-
-
-def progress_of(run: Run, stage: StageName, num_steps: int):
-    """The progress bar of a stage."""
-    return progress(stage, num_steps, every=run.cfg.log_interval)
 
 
 def mean_over(

@@ -1,0 +1,137 @@
+"""What a stage is given to train on and to be evaluated on, and what is said about it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_jax.data.batches import collate_text
+from rlhf_jax.data.blend import DataConfig
+from rlhf_jax.data.tokenize import tokenize_prompts, tokenize_sft
+from rlhf_jax.hf.pretrained import Pretrained, find_pretrained
+from rlhf_jax.recipes.quickstart import quickstart
+from rlhf_jax.stages.checks import TOKENIZE, check_data, check_models, check_positions
+from rlhf_jax.stages.config import StageName, TrainConfig
+from rlhf_jax.stages.prompts import ppo_data
+from rlhf_jax.stages.reward import reward_data
+from rlhf_jax.stages.rows import StageRows, batches_of_one_length, read_rows
+from rlhf_jax.stages.sft import sft_data
+
+SHORT = [{"prompt": f"p{n} ", "chosen": f"a{n}", "rejected": "no"} for n in range(10)]
+LONG = [{"prompt": "p" * 50, "chosen": "a" * 50, "rejected": "no"}] * 4
+
+
+class FakeRun:
+    """All that batches ask of a run: its config."""
+
+    def __init__(self, cfg: TrainConfig) -> None:
+        self.cfg = cfg
+
+
+@pytest.fixture(scope="module")
+def model() -> Pretrained:
+    return find_pretrained("quickstart")
+
+
+def config(folder: Path, train: list[dict[str, str]], held_out: list[dict[str, str]]) -> Any:
+    """The quickstart on a folder with these rows."""
+    for name, rows in (("train", train), ("eval", held_out)):
+        if rows:
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    data = DataConfig(data_path=(str(folder),), data_split="", eval_fraction=0.0)
+    return replace(quickstart(), data=data, eval_batches=2)
+
+
+@pytest.mark.parametrize("stage", TOKENIZE)
+def test_train_and_held_out_rows_are_counted_each(
+    tmp_path: Path, model: Pretrained, stage: StageName
+) -> None:
+    cfg = config(tmp_path, SHORT + LONG, SHORT[:2] + LONG)
+    rows = read_rows(cfg, stage, model, TOKENIZE[stage])
+    assert (len(rows.train), len(rows.held_out)) == (10, 2)
+    limit = 40 if stage == "ppo" else 52
+    dropped = f"4 dropped (over {limit} tokens)"
+    assert rows.notes[-2:] == (
+        f"{stage}: 10 rows, {dropped}",
+        f"{stage} held out: 2 rows, {dropped}",
+    )
+
+
+@pytest.mark.parametrize("data_of", [sft_data, reward_data])
+def test_a_stage_whose_held_out_rows_are_all_dropped_has_no_evaluation(
+    tmp_path: Path, model: Pretrained, capsys: pytest.CaptureFixture[str], data_of: Any
+) -> None:
+    loader, evaluation = data_of(FakeRun(config(tmp_path, SHORT, LONG)), model)
+    assert (loader.num_rows, evaluation) == (10, [])
+    assert (
+        "held out: 0 rows, 4 dropped (over 52 tokens); nothing is eval" in capsys.readouterr().out
+    )
+
+
+def test_ppo_whose_held_out_prompts_are_all_dropped_has_no_evaluation(
+    tmp_path: Path, model: Pretrained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run: Any = FakeRun(config(tmp_path, SHORT, LONG))
+    data = ppo_data(run, model)
+    assert (data.train.num_rows, data.evaluation, data.held_out) == (10, [], [])
+    assert "ppo held out: 0 rows, 4 dropped (over 40 tokens)" in capsys.readouterr().out
+
+
+def test_without_an_eval_split_nothing_is_said_of_one(tmp_path: Path, model: Pretrained) -> None:
+    rows = read_rows(config(tmp_path, SHORT, []), "sft", model, tokenize_sft)
+    assert rows.held_out == []
+    assert "held out:" not in "".join(rows.notes)
+
+
+def test_no_train_row_left_names_the_flag(tmp_path: Path, model: Pretrained) -> None:
+    cfg = config(tmp_path, LONG, SHORT)
+    with pytest.raises(ValueError, match=r"sft: of 4 train rows none is left.*: 0 rows, 4 dropped"):
+        read_rows(cfg, "sft", model, tokenize_sft)
+    with pytest.raises(ValueError, match=r"Raise --ppo\.max-prompt-seq-len=40, use --data\.overl"):
+        read_rows(cfg, "ppo", model, tokenize_prompts)
+
+
+def test_an_empty_stage_is_found_before_the_first_one_runs(
+    tmp_path: Path, model: Pretrained
+) -> None:
+    cfg = config(tmp_path, SHORT, [])
+    check_data(cfg, model)
+    with pytest.raises(ValueError, match="Raise --ppo.max-prompt-seq-len=3"):
+        check_data(replace(cfg, ppo=replace(cfg.ppo, max_prompt_seq_len=3)), model)
+
+
+def test_batches_have_one_length_which_never_exceeds_the_positions(
+    tmp_path: Path, model: Pretrained
+) -> None:
+    """The longest row has 7 tokens: BOS, 3 of the prompt, 2 of the answer, EOS."""
+    run: Any = FakeRun(config(tmp_path, SHORT, SHORT))
+    rows: StageRows[Any] = read_rows(run.cfg, "sft", model, tokenize_sft)
+    for room, length in ((64, 16), (10, 10)):
+        loader, evaluation = batches_of_one_length(
+            run, rows, collate_text, batch_size=4, max_length=room
+        )
+        shapes = {batch.tokens_BT.shape for batch in (loader.batch(0), *evaluation)}
+        assert shapes == {(4, length)}
+        assert len(evaluation) == 2  # of 3: `eval_batches`
+
+
+def test_rows_longer_than_the_positions_are_refused(model: Pretrained) -> None:
+    check_positions(model, ("--sft.max-seq-len", 64))
+    message = "--sft.max-seq-len=65 makes 65 tokens, quickstart has 64 positions: lower it to 64"
+    with pytest.raises(ValueError, match=message):
+        check_positions(model, ("--sft.max-seq-len", 65))
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward"])
+def test_only_the_lengths_of_stages_that_run_are_compared(
+    model: Pretrained, stage: StageName
+) -> None:
+    cfg = quickstart()
+    settings = replace(getattr(cfg, stage), max_seq_len=65)
+    with pytest.raises(ValueError, match=rf"--{stage}\.max-seq-len=65 makes 65 tokens"):
+        check_models(replace(cfg, **{stage: settings}), model)
+    other = (2,) if stage == "sft" else (1,)
+    check_models(replace(cfg, **{stage: settings}, step=other), model)
