@@ -12,9 +12,6 @@ from meshes.layout import Layout
 from rlhf_jax.data.batches import PairBatch, collate_pairs
 from rlhf_jax.data.loader import Loader
 from rlhf_jax.data.tokenize import tokenize_pairs
-from rlhf_jax.engine.optimizer import make_optimizer
-from rlhf_jax.engine.state import create_state
-from rlhf_jax.engine.step import Metrics, train_step
 from rlhf_jax.hf.export import save_reward_hf
 from rlhf_jax.hf.pretrained import Pretrained
 from rlhf_jax.models.config import ModelConfig
@@ -26,12 +23,12 @@ from rlhf_jax.models.params import (
     store_layout,
 )
 from rlhf_jax.models.scoring import scalar_scores
-from rlhf_jax.objectives.losses import PairwiseLoss, pairwise_loss
+from rlhf_jax.objectives.losses import Metrics, PairwiseLoss, pairwise_loss
 from rlhf_jax.runtime.log import say
 from rlhf_jax.stages.config import RewardConfig
 from rlhf_jax.stages.rows import batches_of_one_length, stage_rows
 from rlhf_jax.stages.run import Run
-from rlhf_jax.stages.supervised import fit, mean_over
+from rlhf_jax.stages.supervised import Task, train_supervised
 
 STATISTICS_FILE = "score_statistics.json"
 STATISTICS_BATCHES = 16
@@ -39,42 +36,30 @@ STATISTICS_BATCHES = 16
 
 def run_reward(run: Run, base: Pretrained) -> None:
     """Trains `base` with a scalar head and leaves it in `reward/`."""
-    cfg, model = run.cfg.reward, base.cfg
-    store, compute = store_layout(model, run.mesh), compute_layout(model, run.mesh)
+    cfg, model, directory = run.cfg.reward, base.cfg, run.export_dir("reward")
+    compute = compute_layout(model, run.mesh)
     loader, eval_batches = reward_data(run, base)
-    num_steps = cfg.max_steps or cfg.num_train_epochs * loader.num_batches
-    optimizer = make_optimizer(cfg.optimizer, scalar_specs(model), num_steps)
+    task = Task(
+        stage="reward",
+        cfg=cfg,
+        specs=scalar_specs(model),
+        layout=compute,
+        loss=partial(pair_batch_loss, cfg=cfg, model=model, layout=compute),
+        weight=num_pairs,
+        shown=("loss", "accuracy", "grad_norm"),
+    )
     with jax.set_mesh(run.mesh):
+        store = store_layout(model, run.mesh)
         params = base.scalar_model(store, run.dtype, key=run.key(0, "init"))
-        state = create_state(params, optimizer)
-        loss = partial(pair_batch_loss, cfg=cfg, model=model, layout=compute)
-        update = jax.jit(
-            partial(
-                train_step, loss_fn=loss, weight_fn=num_pairs, optimizer=optimizer,
-                num_parts=cfg.gradient_accumulation_steps,
-            ),
-            donate_argnums=0,
-        )  # fmt: skip
-        judge = jax.jit(lambda params, batch: (num_pairs(batch), loss(params, batch)[1]))
-
-        def evaluate(state) -> Metrics:
-            means = mean_over(eval_batches, partial(judge, state.params), compute)
-            return {f"eval/{name}": value for name, value in means.items()}
-
-        state, results = fit(
-            run, "reward", state, loader, num_steps, compute, update, evaluate,
-            ("loss", "accuracy", "grad_norm"),
-        )  # fmt: skip
-        directory = run.export_dir("reward")
+        state, results = train_supervised(run, task, params, loader, eval_batches)
         save_reward_hf(
             directory, state.params, model, run.cfg.dtype, base.tokenizer, base.source_config
         )
         used = [loader.batch(n) for n in range(min(STATISTICS_BATCHES, loader.num_batches))]
-        write_statistics(directory, mean_over(used, partial(judge, state.params), compute))
-    held_out = {k: v for k, v in results.items() if k.startswith("eval/")}
-    if held_out:
-        say(f"reward: held-out accuracy {held_out['eval/accuracy']:.3f}")
-    run.finish_stage("reward", held_out | {"steps": num_steps, "skipped": int(state.skipped)})
+        write_statistics(directory, task.measure()(state.params, used))
+    if eval_batches:
+        say(f"reward: held-out accuracy {results['eval/accuracy']:.3f}")
+    run.finish_stage("reward", results)
 
 
 def reward_data(run: Run, base: Pretrained) -> tuple[Loader[PairBatch], list[PairBatch]]:

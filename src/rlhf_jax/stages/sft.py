@@ -11,9 +11,6 @@ from meshes.layout import Layout
 from rlhf_jax.data.batches import TextBatch, collate_text
 from rlhf_jax.data.loader import Loader
 from rlhf_jax.data.tokenize import tokenize_sft
-from rlhf_jax.engine.optimizer import make_optimizer
-from rlhf_jax.engine.state import create_state
-from rlhf_jax.engine.step import Metrics, train_step
 from rlhf_jax.hf.export import save_hf
 from rlhf_jax.hf.pretrained import Pretrained
 from rlhf_jax.models.config import ModelConfig
@@ -25,51 +22,40 @@ from rlhf_jax.models.params import (
     store_layout,
 )
 from rlhf_jax.models.scoring import score_tokens
-from rlhf_jax.objectives.losses import prediction_mask, sft_loss
+from rlhf_jax.objectives.losses import Metrics, prediction_mask, sft_loss
 from rlhf_jax.runtime.log import say
 from rlhf_jax.stages.config import SFTConfig
 from rlhf_jax.stages.rows import batches_of_one_length, stage_rows
 from rlhf_jax.stages.run import Run
-from rlhf_jax.stages.supervised import fit, mean_over
+from rlhf_jax.stages.supervised import Task, train_supervised
 
 
 def run_sft(run: Run, base: Pretrained) -> None:
     """Trains `base` and leaves it in `sft/`."""
     cfg, model = run.cfg.sft, base.cfg
-    store, compute = store_layout(model, run.mesh), compute_layout(model, run.mesh)
+    compute = compute_layout(model, run.mesh)
     loader, eval_batches = sft_data(run, base)
-    num_steps = cfg.max_steps or cfg.num_train_epochs * loader.num_batches
-    optimizer = make_optimizer(cfg.optimizer, param_specs(model), num_steps)
+    task = Task(
+        stage="sft",
+        cfg=cfg,
+        specs=param_specs(model),
+        layout=compute,
+        loss=partial(sft_batch_loss, cfg=cfg, model=model, layout=compute),
+        weight=partial(num_predictions, loss_on=cfg.loss_on),
+        shown=("loss", "grad_norm"),
+    )
     with jax.set_mesh(run.mesh):
+        store = store_layout(model, run.mesh)
         params = base.params(store, run.dtype, key=run.key(0, "init"))
-        state = create_state(params, optimizer)
-        loss = partial(sft_batch_loss, cfg=cfg, model=model, layout=compute)
-        weight = partial(num_predictions, loss_on=cfg.loss_on)
-        update = jax.jit(
-            partial(
-                train_step, loss_fn=loss, weight_fn=weight, optimizer=optimizer,
-                num_parts=cfg.gradient_accumulation_steps,
-            ),
-            donate_argnums=0,
-        )  # fmt: skip
-        judge = jax.jit(lambda params, batch: (weight(batch), loss(params, batch)[1]))
-
-        def evaluate(state) -> Metrics:
-            means = mean_over(eval_batches, partial(judge, state.params), compute)
-            return {f"eval/{name}": value for name, value in means.items()}
-
-        state, results = fit(
-            run, "sft", state, loader, num_steps, compute, update, evaluate, ("loss", "grad_norm")
-        )
+        state, results = train_supervised(run, task, params, loader, eval_batches)
         save_hf(
             run.export_dir("sft"), state.params, model, run.cfg.dtype,
             base.tokenizer, base.source_config,
         )  # fmt: skip
-    held_out = {k: v for k, v in results.items() if k.startswith("eval/")}
-    if held_out:
-        held_out["eval/perplexity"] = math.exp(held_out["eval/cross_entropy"])
-        say(f"sft: held-out perplexity {held_out['eval/perplexity']:.3f}")
-    run.finish_stage("sft", held_out | {"steps": num_steps, "skipped": int(state.skipped)})
+    if eval_batches:
+        results["eval/perplexity"] = math.exp(results["eval/cross_entropy"])
+        say(f"sft: held-out perplexity {results['eval/perplexity']:.3f}")
+    run.finish_stage("sft", results)
 
 
 def sft_data(run: Run, base: Pretrained) -> tuple[Loader[TextBatch], list[TextBatch]]:

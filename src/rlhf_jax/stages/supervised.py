@@ -1,7 +1,9 @@
-"""The training loop of the two supervised stages."""
+"""What the two supervised stages share: their program, their loop, their evaluation."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,14 +11,66 @@ import jax
 from meshes.layout import Layout
 from meshes.reshard import put_batch
 from rlhf_jax.data.loader import Loader
-from rlhf_jax.engine.state import TrainState
-from rlhf_jax.engine.step import Metrics
+from rlhf_jax.engine.optimizer import make_optimizer
+from rlhf_jax.engine.state import TrainState, create_state
+from rlhf_jax.engine.step import LossFn, WeightFn, train_step
+from rlhf_jax.objectives.losses import Metrics
 from rlhf_jax.runtime.log import progress, say
-from rlhf_jax.stages.config import StageName
+from rlhf_jax.stages.config import StageName, SupervisedConfig
 from rlhf_jax.stages.run import Run
 
 Update = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 Evaluate = Callable[[TrainState], Metrics]
+Measure = Callable[[Any, list[Any]], Metrics]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a stage minimises: `loss` is a mean over what `weight` counts (tokens, pairs).
+
+    `specs` declare the parameters, `layout` is where the loss computes, `shown` names the metrics
+    of the progress bar.
+    """
+
+    stage: StageName
+    cfg: SupervisedConfig
+    specs: Any
+    layout: Layout
+    loss: LossFn
+    weight: WeightFn
+    shown: tuple[str, ...]
+
+    def measure(self) -> Measure:
+        """A function of parameters and batches: the metrics' means over all batches."""
+        judge = jax.jit(lambda params, batch: (self.weight(batch), self.loss(params, batch)[1]))
+        return lambda params, batches: mean_over(batches, partial(judge, params), self.layout)
+
+
+def train_supervised(
+    run: Run, task: Task, params: Any, loader: Loader[Any], eval_batches: list[Any]
+) -> tuple[TrainState, dict[str, float]]:
+    """Trains `params`: the state, and the stage's results (held-out metrics, steps, skipped)."""
+    cfg, measure = task.cfg, task.measure()
+    num_steps = cfg.max_steps or cfg.num_train_epochs * loader.num_batches
+    optimizer = make_optimizer(cfg.optimizer, task.specs, num_steps)
+    step = partial(
+        train_step,
+        loss_fn=task.loss,
+        weight_fn=task.weight,
+        optimizer=optimizer,
+        num_parts=cfg.gradient_accumulation_steps,
+    )
+
+    def evaluate(state: TrainState) -> Metrics:
+        means = measure(state.params, eval_batches)
+        return {f"eval/{name}": value for name, value in means.items()}
+
+    state, results = fit(
+        run, task.stage, create_state(params, optimizer), loader, num_steps, task.layout,
+        jax.jit(step, donate_argnums=0), evaluate, task.shown,
+    )  # fmt: skip
+    held_out = {name: value for name, value in results.items() if name.startswith("eval/")}
+    return state, held_out | {"steps": num_steps, "skipped": int(state.skipped)}
 
 
 def fit(
