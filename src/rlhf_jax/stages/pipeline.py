@@ -3,6 +3,8 @@
 import logging
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import jax
 
@@ -31,20 +33,22 @@ def run_pipeline(cfg: TrainConfig, config_yaml: str) -> None:
     started = time.perf_counter()
     keep_compiled_programs()
     shape = start_devices(cfg.mesh, cpu_devices=min(os.cpu_count() or 1, 2))
-    speak_up()
-    say(config_yaml.rstrip())
-    actor = main_model(cfg)
-    inference_tp = choose_inference_tp(cfg, shape, actor)
-    check_batches(cfg, shape)
-    check_models(cfg, actor)
-    check_data(cfg, actor)
-    on_first_process(lambda: prepare_directory(cfg, config_yaml))
-    describe(shape, inference_tp, actor)
-    run = Run(cfg, shape, inference_tp)
-    with run.watch_interrupts():
-        for stage in cfg.stages:
-            run_stage(run, stage, actor)
-    print_summary(run.directory, time.perf_counter() - started)
+    if jax.process_index() != 0:
+        silence()
+    with spoken_logs():
+        say(config_yaml.rstrip())
+        actor = main_model(cfg)
+        inference_tp = choose_inference_tp(cfg, shape, actor)
+        check_batches(cfg, shape)
+        check_models(cfg, actor)
+        check_data(cfg, actor)
+        on_first_process(lambda: prepare_directory(cfg, config_yaml))
+        describe(shape, inference_tp, actor)
+        run = Run(cfg, shape, inference_tp)
+        with run.watch_interrupts():
+            for stage in cfg.stages:
+                run_stage(run, stage, actor)
+        print_summary(run.directory, time.perf_counter() - started)
 
 
 def run_stage(run: Run, stage: StageName, actor: Pretrained) -> None:
@@ -79,15 +83,21 @@ class _Say(logging.Handler):
             say(line)
 
 
-def speak_up() -> None:
-    """Lets the first process print what the layers below log; silences the others."""
-    if jax.process_index() != 0:
-        silence()
-    for name in ("meshes", "kernels_pallas", "rlhf_jax"):
-        logger = logging.getLogger(name)
+@contextmanager
+def spoken_logs() -> Iterator[None]:
+    """Prints what the layers below log, such as what had to be replicated."""
+    loggers = [logging.getLogger(name) for name in ("meshes", "kernels_pallas", "rlhf_jax")]
+    before = [(logger, logger.level) for logger in loggers]
+    handler = _Say()
+    for logger in loggers:
         logger.setLevel(logging.INFO)
-        logger.handlers = [_Say()]
-        logger.propagate = False
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger, level in before:
+            logger.setLevel(level)
+            logger.removeHandler(handler)
 
 
 def choose_inference_tp(cfg: TrainConfig, shape: MeshShape, actor: Pretrained) -> int:
