@@ -1,11 +1,11 @@
 """Step 1: supervised fine-tuning on prompts and answers."""
 
-import math
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from meshes.layout import Layout
 from rlhf_jax.data.batches import TextBatch, collate_text
@@ -53,9 +53,15 @@ def run_sft(run: Run, base: Pretrained) -> None:
             base.tokenizer, base.source_config,
         )  # fmt: skip
     if eval_batches:
-        results["eval/perplexity"] = math.exp(results["eval/cross_entropy"])
+        results["eval/perplexity"] = perplexity(results["eval/cross_entropy"])
         say(f"sft: held-out perplexity {results['eval/perplexity']:.3f}")
     run.finish_stage("sft", results)
+
+
+def perplexity(cross_entropy: float) -> float:
+    """`e^cross_entropy`, of nats a token; infinite where a model diverged beyond a float."""
+    with np.errstate(over="ignore"):
+        return float(np.exp(cross_entropy))
 
 
 def sft_data(run: Run, base: Pretrained) -> tuple[Loader[TextBatch], list[TextBatch]]:

@@ -16,9 +16,9 @@ def print_summary(directory: Path, seconds: float) -> None:
     """Prints results by stage, where the files are, and a command to try the model."""
     summary = read_summary(directory)
     if "sft" in summary and "eval/perplexity" in summary["sft"]:
-        say(f"sft      held-out perplexity {summary['sft']['eval/perplexity']:.3f}")
+        say(f"sft      held-out perplexity {number(summary['sft']['eval/perplexity'])}")
     if "reward" in summary and "eval/accuracy" in summary["reward"]:
-        say(f"reward   held-out accuracy {summary['reward']['eval/accuracy']:.3f}")
+        say(f"reward   held-out accuracy {number(summary['reward']['eval/accuracy'])}")
     ppo = summary.get("ppo", {})
     if ppo.get("before"):
         print_ppo(ppo["before"], ppo["after"])
@@ -34,14 +34,18 @@ def print_summary(directory: Path, seconds: float) -> None:
 def print_ppo(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
     """Reward, KL and length before and after PPO, and where the truth is known, the shares."""
     for name in ("objective/scores", "objective/kl", "response_length/mean"):
-        say(
-            f"ppo      held-out {name}: {before[f'eval/{name}']:.3f} -> {after[f'eval/{name}']:.3f}"
-        )
+        then, now = before[f"eval/{name}"], after[f"eval/{name}"]
+        say(f"ppo      held-out {name}: {number(then)} -> {number(now)}")
     if "judged" not in before:
         return
     for how in ("sampled", "greedy"):
         console.print(shares_table(how, before["judged"][how], after["judged"][how]))
     say(sentence(before["judged"], after["judged"]))
+
+
+def number(value: float | None) -> str:
+    """Three decimals; the summary holds null for what was not finite."""
+    return "not finite" if value is None else f"{value:.3f}"
 
 
 def shares_table(how: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Table:

@@ -1,0 +1,34 @@
+"""What the end of a run says."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from rlhf_jax.stages.sft import perplexity
+from rlhf_jax.stages.summary import print_summary
+
+
+def test_a_run_that_diverged_still_ends_with_its_summary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluated = {"objective/scores": 0.25, "objective/kl": 1.0, "response_length/mean": 4.0}
+    before = {f"eval/{name}": value for name, value in evaluated.items()}
+    after = dict.fromkeys(before)
+    results = {
+        "sft": {"eval/perplexity": None},
+        "ppo": {"before": before, "after": after},
+    }
+    (tmp_path / "summary.json").write_text(json.dumps(results))
+    print_summary(tmp_path, 1.0)
+    out = capsys.readouterr().out
+    assert "held-out perplexity not finite" in out
+    assert "held-out objective/scores: 0.250 -> not finite" in out
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"), [(0.0, 1.0), (math.log(7), 7.0), (1000.0, math.inf), (math.nan, math.nan)]
+)
+def test_perplexity_is_infinite_beyond_a_float(loss: float, expected: float) -> None:
+    assert perplexity(loss) == pytest.approx(expected, nan_ok=True)
