@@ -26,8 +26,8 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.opt import SIZES
 from rlhf_jax.models.params import compute_layout, init_params, param_specs, store_layout
 from rlhf_jax.models.tiny import quickstart_config
-from rlhf_jax.stages.config import SFTConfig
 from rlhf_jax.stages.sft import num_predictions, sft_batch_loss
+from rlhf_jax.stages.supervised_config import SFTConfig
 
 
 def model_flops(cfg: ModelConfig, rows: int, length: int) -> float:

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_jax.stages.config import DataConfig, PPOConfig, RewardConfig, SFTConfig, TrainConfig
+from rlhf_jax.data.blend import DataConfig
+from rlhf_jax.stages.config import TrainConfig
+from rlhf_jax.stages.ppo_config import PPOConfig
+from rlhf_jax.stages.supervised_config import RewardConfig, SFTConfig
 
 NUM_ROWS = 64
 MESHES = ("1x1", "8x1", "4x2")

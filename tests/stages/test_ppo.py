@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_jax.stages.config import PPOConfig
 from rlhf_jax.stages.ppo import minibatches
+from rlhf_jax.stages.ppo_config import PPOConfig
 
 
 def rows_of(cfg: PPOConfig, step: int = 0, seed: int = 0) -> list[tuple[Any, list[int]]]:

@@ -10,7 +10,8 @@ import yaml
 
 from meshes.layout import parse_mesh
 from rlhf_jax.cli import to_yaml
-from rlhf_jax.stages.config import PPOConfig, TrainConfig
+from rlhf_jax.stages.config import TrainConfig
+from rlhf_jax.stages.ppo_config import PPOConfig
 from rlhf_jax.stages.run import Run, check_same_settings, flatten, prepare_directory
 
 

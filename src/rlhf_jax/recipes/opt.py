@@ -3,7 +3,9 @@
 from dataclasses import replace
 
 from rlhf_jax.data.blend import DataConfig
-from rlhf_jax.stages.config import PPOConfig, RewardConfig, SFTConfig, TrainConfig
+from rlhf_jax.stages.config import TrainConfig
+from rlhf_jax.stages.ppo_config import PPOConfig
+from rlhf_jax.stages.supervised_config import RewardConfig, SFTConfig
 
 
 def opt() -> TrainConfig:

@@ -2,7 +2,9 @@
 
 from rlhf_jax.data.blend import DataConfig
 from rlhf_jax.models.tiny import QUICKSTART
-from rlhf_jax.stages.config import PPOConfig, RewardConfig, SFTConfig, TrainConfig
+from rlhf_jax.stages.config import TrainConfig
+from rlhf_jax.stages.ppo_config import PPOConfig
+from rlhf_jax.stages.supervised_config import RewardConfig, SFTConfig
 
 MAX_PROMPT = 40
 MAX_ANSWER = 12

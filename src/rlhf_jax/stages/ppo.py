@@ -25,8 +25,8 @@ from rlhf_jax.hf.pretrained import Pretrained
 from rlhf_jax.objectives.experience import Experience
 from rlhf_jax.runtime.log import progress, say
 from rlhf_jax.runtime.profile import deepspeed_flops
-from rlhf_jax.stages.config import PPOConfig
 from rlhf_jax.stages.evaluate import Evaluator
+from rlhf_jax.stages.ppo_config import PPOConfig
 from rlhf_jax.stages.prompts import PromptData, ppo_data
 from rlhf_jax.stages.reward import read_statistics
 from rlhf_jax.stages.roles import Cast, Roles, load_roles

@@ -25,10 +25,10 @@ from rlhf_jax.models.params import (
 from rlhf_jax.models.scoring import scalar_scores
 from rlhf_jax.objectives.losses import Metrics, PairwiseLoss, pairwise_loss
 from rlhf_jax.runtime.log import say
-from rlhf_jax.stages.config import RewardConfig
 from rlhf_jax.stages.rows import batches_of_one_length, stage_rows
 from rlhf_jax.stages.run import Run
 from rlhf_jax.stages.supervised import Task, train_supervised
+from rlhf_jax.stages.supervised_config import RewardConfig
 
 STATISTICS_FILE = "score_statistics.json"
 STATISTICS_BATCHES = 16

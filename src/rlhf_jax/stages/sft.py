@@ -24,10 +24,10 @@ from rlhf_jax.models.params import (
 from rlhf_jax.models.scoring import score_tokens
 from rlhf_jax.objectives.losses import Metrics, prediction_mask, sft_loss
 from rlhf_jax.runtime.log import say
-from rlhf_jax.stages.config import SFTConfig
 from rlhf_jax.stages.rows import batches_of_one_length, stage_rows
 from rlhf_jax.stages.run import Run
 from rlhf_jax.stages.supervised import Task, train_supervised
+from rlhf_jax.stages.supervised_config import SFTConfig
 
 
 def run_sft(run: Run, base: Pretrained) -> None:

@@ -16,8 +16,9 @@ from rlhf_jax.engine.state import TrainState, create_state
 from rlhf_jax.engine.step import LossFn, WeightFn, train_step
 from rlhf_jax.objectives.losses import Metrics
 from rlhf_jax.runtime.log import progress, say
-from rlhf_jax.stages.config import StageName, SupervisedConfig
+from rlhf_jax.stages.config import StageName
 from rlhf_jax.stages.run import Run
+from rlhf_jax.stages.supervised_config import SupervisedConfig
 
 Update = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 Evaluate = Callable[[TrainState], Metrics]

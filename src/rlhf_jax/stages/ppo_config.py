@@ -1,0 +1,135 @@
+"""The settings of step 3."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rlhf_jax.engine.optimizer import OptimizerConfig, Schedule
+from rlhf_jax.engine.sampling import SamplingConfig
+from rlhf_jax.models.decoder import Remat
+from rlhf_jax.objectives.experience import RewardSettings
+from rlhf_jax.stages.ranges import check_at_least, check_parts
+
+
+@dataclass(frozen=True)
+class PPOConfig:
+    """Step 3, PPO with a critic, against the reward model of step 2."""
+
+    actor_learning_rate: float = 9.65e-6
+    critic_learning_rate: float = 5e-6
+    actor_weight_decay: float = 0.0
+    critic_weight_decay: float = 0.0
+    lr_scheduler_type: Schedule = "cosine"
+    num_warmup_steps: int = 100
+    final_lr_fraction: float = 0.0
+    """Where linear and cosine schedules end, as a share of the learning rate."""
+    adam_beta2: float = 0.95
+    batch_size: int = 64
+    """Prompts answered in one generation, over all devices."""
+    minibatch_size: int | None = None
+    """Rows of one optimizer step, a divisor of `batch_size`; None: all of it."""
+    gradient_accumulation_steps: int = 1
+    generation_batches: int = 1
+    """Batches that are answered before an update phase."""
+    ppo_epochs: int = 1
+    """Passes over the experience of an iteration."""
+    num_train_epochs: int = 1
+    max_steps: int | None = None
+    """Iterations (generate, score, update); None: as many as the prompts of the epochs give."""
+    max_prompt_seq_len: int = 256
+    max_answer_seq_len: int = 256
+    min_answer_len: int = 0
+    max_prompt_buckets: int = 4
+    """Prompt lengths that programs are compiled for; short prompts do not pay for long ones."""
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    kl_coef: float = 0.1
+    kl_kind: Literal["k1", "k3"] = "k1"
+    gamma: float = 1.0
+    lam: float = 0.95
+    clip_range: float = 0.2
+    value_clip_range: float = 0.2
+    value_coef: float = 1.0
+    entropy_coef: float = 0.0
+    score_clip: float | None = 5.0
+    standardize_score: bool = True
+    """Scores in units of the reward model's mean and deviation on its training answers."""
+    missing_eos_penalty: float | None = None
+    """Taken off the score of an answer that reached the length limit."""
+    whiten_advantages: bool = True
+    train_eos: bool = True
+    """The action that ends an answer is trained too (DeepSpeed-Chat leaves it out)."""
+    reset_critic_head: bool = False
+    """Start the critic's head at zero instead of at the reward model's."""
+    old_logprobs: Literal["rollout", "train"] = "rollout"
+    """Where the old log-probabilities come from: the sampler's own, or one more forward pass."""
+    target_kl: float | None = None
+    """Leave out the rest of an update phase once the mean KL to the rollout policy exceeds it."""
+    pin_rollout: bool = False
+    """Keep the gathered rollout copy of the actor between the generations of an iteration."""
+    num_eval_prompts: int = 64
+    """Held-out prompts answered at every evaluation."""
+    remat: Remat = "full"
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "batch_size", "minibatch_size", "gradient_accumulation_steps")
+        check_at_least(self, 1, "max_prompt_buckets", "max_prompt_seq_len", "max_answer_seq_len")
+        check_at_least(self, 0, "num_eval_prompts", "target_kl", "min_answer_len")
+        check_at_least(self, 0, "actor_learning_rate", "critic_learning_rate", "num_warmup_steps")
+        if self.min_answer_len > self.max_answer_seq_len:
+            raise ValueError(
+                f"min_answer_len={self.min_answer_len} exceeds "
+                f"max_answer_seq_len={self.max_answer_seq_len}: lower it"
+            )
+        check_at_least(self, 1, "generation_batches", "ppo_epochs", "num_train_epochs", "max_steps")
+        check_at_least(self, 0, "clip_range", "value_clip_range", "value_coef", "entropy_coef")
+        if self.batch_size % self.rows_per_step:
+            raise ValueError(
+                f"minibatch_size={self.minibatch_size} must divide batch_size={self.batch_size}: "
+                "a minibatch never mixes two generated batches"
+            )
+        check_parts("minibatch_size", self.rows_per_step, self.gradient_accumulation_steps)
+        _ = self.sampling, self.reward_settings, self.optimizer("actor"), self.optimizer("critic")
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.minibatch_size or self.batch_size
+
+    @property
+    def updates_per_iteration(self) -> int:
+        rows = self.batch_size * self.generation_batches
+        return self.ppo_epochs * (rows // self.rows_per_step)
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        return SamplingConfig(
+            max_new_tokens=self.max_answer_seq_len,
+            min_new_tokens=self.min_answer_len,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+        )
+
+    @property
+    def reward_settings(self) -> RewardSettings:
+        return RewardSettings(
+            kl_coef=self.kl_coef,
+            kl_kind=self.kl_kind,
+            score_clip=self.score_clip,
+            gamma=self.gamma,
+            lam=self.lam,
+            whiten_advantages=self.whiten_advantages,
+            train_eos=self.train_eos,
+            missing_eos_penalty=self.missing_eos_penalty,
+        )
+
+    def optimizer(self, who: Literal["actor", "critic"]) -> OptimizerConfig:
+        actor = who == "actor"
+        return OptimizerConfig(
+            learning_rate=self.actor_learning_rate if actor else self.critic_learning_rate,
+            schedule=self.lr_scheduler_type,
+            warmup_steps=self.num_warmup_steps,
+            final_fraction=self.final_lr_fraction,
+            weight_decay=self.actor_weight_decay if actor else self.critic_weight_decay,
+            beta2=self.adam_beta2,
+        )

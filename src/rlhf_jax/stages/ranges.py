@@ -1,0 +1,19 @@
+"""Checks that the configs of the stages share."""
+
+
+def check_at_least(owner: object, minimum: float, *names: str) -> None:
+    """ValueError naming the first of these fields below `minimum` (None passes)."""
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None and value < minimum:
+            raise ValueError(f"{name} must be at least {minimum}, got {value}")
+
+
+def check_parts(name: str, rows: int, parts: int) -> None:
+    """ValueError unless `gradient_accumulation_steps` divides a batch; names what would."""
+    if rows % parts:
+        allowed = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
+        raise ValueError(
+            f"gradient_accumulation_steps={parts} does not divide {name}={rows}: "
+            f"use one of {allowed}"
+        )

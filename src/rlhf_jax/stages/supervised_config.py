@@ -1,0 +1,78 @@
+"""The settings of steps 1 and 2."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rlhf_jax.engine.optimizer import OptimizerConfig, Schedule
+from rlhf_jax.models.decoder import Remat
+from rlhf_jax.stages.ranges import check_at_least, check_parts
+
+
+@dataclass(frozen=True)
+class SupervisedConfig:
+    """What steps 1 and 2 share."""
+
+    learning_rate: float = 1e-5
+    weight_decay: float = 0.0
+    lr_scheduler_type: Schedule = "cosine"
+    num_warmup_steps: int = 0
+    final_lr_fraction: float = 0.0
+    """Where linear and cosine schedules end, as a share of the learning rate."""
+    adam_beta2: float = 0.95
+    batch_size: int = 64
+    """Rows (step 2: pairs) of one optimizer step, over all devices."""
+    gradient_accumulation_steps: int = 1
+    """Parts that a batch is cut into; changes memory, not the result."""
+    num_train_epochs: int = 1
+    max_steps: int | None = None
+    """Stop after this many optimizer steps, whatever the epochs say."""
+    max_seq_len: int = 512
+    remat: Remat = "full"
+    """What the backward pass computes again: nothing, a whole layer, or all but products."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "batch_size", "gradient_accumulation_steps", "num_train_epochs")
+        check_at_least(self, 1, "max_steps", "max_seq_len")
+        check_at_least(self, 0, "learning_rate", "weight_decay", "num_warmup_steps")
+        check_parts("batch_size", self.batch_size, self.gradient_accumulation_steps)
+        _ = self.optimizer
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        """AdamW with these settings."""
+        return OptimizerConfig(
+            learning_rate=self.learning_rate,
+            schedule=self.lr_scheduler_type,
+            warmup_steps=self.num_warmup_steps,
+            final_fraction=self.final_lr_fraction,
+            weight_decay=self.weight_decay,
+            beta2=self.adam_beta2,
+        )
+
+
+@dataclass(frozen=True)
+class SFTConfig(SupervisedConfig):
+    """Step 1, supervised fine-tuning."""
+
+    learning_rate: float = 9.65e-6
+    loss_on: Literal["all", "completion"] = "all"
+    """Tokens that carry loss: all, as DeepSpeed-Chat, or the answer's only."""
+
+
+@dataclass(frozen=True)
+class RewardConfig(SupervisedConfig):
+    """Step 2, the reward model, from pairs of a better and a worse answer."""
+
+    learning_rate: float = 5e-5
+    weight_decay: float = 0.1
+    span: Literal["last", "divergence"] = "last"
+    """Where the two scores are compared: at the last token, or at every position from where the
+    answers part, as DeepSpeed-Chat."""
+    center_coef: float = 0.01
+    """Weight of the squared score, which keeps scores near 0."""
+    train_from: Literal["reward_model", "actor"] = "reward_model"
+    """Start from --reward-model, or from the model that step 1 trained."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(self, 0, "center_coef")
