@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshes.axes import MESH_AXES
 from meshes.rules import TABLES, TableName
@@ -80,12 +80,18 @@ def make_mesh(shape: MeshShape, inference_tp: int, devices: Sequence[Any] | None
 
     ValueError where `inference_tp` does not fit the mesh.
     """
-    check_inference_tp(shape, inference_tp)
     devices = jax.devices()[: shape.num_devices] if devices is None else devices
+    abstract = abstract_mesh(shape, inference_tp)
+    grid = np.asarray(devices).reshape(abstract.axis_sizes)
+    return Mesh(grid, MESH_AXES, axis_types=abstract.axis_types)
+
+
+def abstract_mesh(shape: MeshShape, inference_tp: int) -> AbstractMesh:
+    """The mesh without its devices: programs can be traced for it, not compiled or run."""
+    check_inference_tp(shape, inference_tp)
     gen = inference_tp // shape.tensor
     sizes = (shape.replica, shape.fsdp // gen, gen, shape.tensor)
-    grid = np.asarray(devices).reshape(sizes)
-    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Explicit,) * len(MESH_AXES))
+    return AbstractMesh(sizes, MESH_AXES, axis_types=(AxisType.Explicit,) * len(MESH_AXES))
 
 
 def check_inference_tp(shape: MeshShape, inference_tp: int) -> None:
@@ -107,11 +113,13 @@ class Layout:
     `units` gives the number of indivisible pieces of each logical axis (KV groups for "qkv" and
     "heads", rows for the others); an axis whose pieces do not divide over its mesh axes is
     replicated. Axes of size 1 are dropped from every spec, so equal layouts have equal types.
+    `memory` is where parameters lie, None: the devices' own memory (see `meshes.offload`).
     """
 
     mesh: Mesh
     table: TableName
     units: tuple[tuple[str, int], ...]
+    memory: str | None = None
 
     @classmethod
     def create(cls, mesh: Mesh, table: TableName, units: Mapping[str, int]) -> Self:
@@ -159,7 +167,8 @@ class Layout:
 
     def param_sharding(self, spec: ParamSpec) -> NamedSharding:
         """NamedSharding of a parameter."""
-        return self.sharding(*spec.axes)
+        sharding = self.sharding(*spec.axes)
+        return sharding if self.memory is None else sharding.with_memory_kind(self.memory)
 
     @property
     def batch_size_divisor(self) -> int:

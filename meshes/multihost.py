@@ -103,6 +103,22 @@ def on_first_process(action: Callable[[], None]) -> None:
         raise failure or SystemExit(1)
 
 
+def from_first_process(make: Callable[[], np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    """On every process, the float32 array of `shape` that `make` returns on the first.
+
+    Errors end as in `on_first_process`.
+    """
+    made = np.zeros(shape, np.float32)
+
+    def fill() -> None:
+        made[...] = make()
+
+    on_first_process(fill)
+    if jax.process_count() == 1:
+        return made
+    return np.asarray(multihost_utils.broadcast_one_to_all(made))
+
+
 def any_process(flag: bool) -> bool:
     """Whether `flag` is true on any process; all of them must ask."""
     if jax.process_count() == 1:

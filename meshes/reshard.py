@@ -7,13 +7,17 @@ import jax
 import numpy as np
 
 from meshes.layout import Layout
+from meshes.offload import to_device
 from meshes.spec import ParamSpec
 
 
 def reshard_params(params: Any, specs: Any, layout: Layout) -> Any:
-    """Every parameter in `layout`; for use inside jit, where equal layouts cost nothing."""
+    """Every parameter in `layout`; for use inside jit, where equal layouts cost nothing.
+
+    What lies in host memory comes to the devices first: shards travel there, not whole weights.
+    """
     return jax.tree.map(
-        lambda spec, leaf: jax.sharding.reshard(leaf, layout.param_sharding(spec)),
+        lambda spec, leaf: jax.sharding.reshard(to_device(leaf), layout.param_sharding(spec)),
         specs,
         params,
         is_leaf=lambda node: isinstance(node, ParamSpec),

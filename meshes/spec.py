@@ -39,6 +39,17 @@ class Constant:
 
 
 @dataclass(frozen=True)
+class Uniform:
+    """Values between -bound and bound."""
+
+    bound: float
+
+    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+        values = jax.random.uniform(key, shape, jnp.float32, -self.bound, self.bound)
+        return values.astype(dtype)
+
+
+@dataclass(frozen=True)
 class Sinusoids:
     """Rows of sines and cosines of falling frequency; row `offset` is position 0."""
 

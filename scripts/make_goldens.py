@@ -1,18 +1,21 @@
-"""Golden checkpoints and numbers for the tests, made by transformers with PyTorch.
+"""Golden checkpoints, adapters and numbers for the tests, by transformers and PEFT with PyTorch.
 
 Neither PyTorch nor this script is needed to use or test rlhf-jax: the results are committed.
 
-    python -m venv /tmp/torch && /tmp/torch/bin/pip install torch transformers safetensors
+    python -m venv /tmp/torch && /tmp/torch/bin/pip install torch transformers safetensors peft
     /tmp/torch/bin/python scripts/make_goldens.py --out tests/goldens
     /tmp/torch/bin/python scripts/make_goldens.py --verify EXPORT --against tests/goldens/opt
+    /tmp/torch/bin/python scripts/make_goldens.py --verify RUN/actor_adapter --against RUN/actor
 
-The last form loads a directory that rlhf-jax exported as transformers (or DeepSpeed-Chat) loads
-it, and compares tensors with the golden checkpoint it came from and outputs with its numbers.
+The third form loads a directory that rlhf-jax exported as transformers (or DeepSpeed-Chat) loads
+it, and compares tensors with the golden checkpoint it came from and outputs with its numbers. The
+fourth loads an adapter as PEFT loads it, and compares outputs with those of the merged export.
 """
 
 import argparse
 import json
 from collections import OrderedDict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +85,39 @@ SCORERS = {
     ),
     "llama_scorer": LlamaConfig(**LLAMA_SIZES, **ONE_SCORE),
 }
+
+
+ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "opt_adapter": (
+        "opt",
+        {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"},
+    ),
+    "llama_adapter": (
+        "llama",
+        {
+            "r": 3,
+            "lora_alpha": 6,
+            "target_modules": "all-linear",
+            "exclude_modules": ["up_proj"],
+            "rank_pattern": {"k_proj": 2},
+            "alpha_pattern": {r"layers\.1\.self_attn\.q_proj": 12},
+            "use_rslora": True,
+            "task_type": "CAUSAL_LM",
+        },
+    ),
+    "opt_scorer_adapter": (
+        "opt",
+        {
+            "r": 2,
+            "lora_alpha": 1,
+            "target_modules": ["fc1", "fc2", "out_proj"],
+            "modules_to_save": ["score", "self_attn_layer_norm"],
+            "bias": "all",
+            "task_type": "SEQ_CLS",
+        },
+    ),
+}
+"""By name: the golden model that it is trained on, and PEFT's settings."""
 
 
 def randomise(model: torch.nn.Module, seed: int) -> None:
@@ -182,8 +218,69 @@ class RewardModel(torch.nn.Module):
         return self.v_head(self.rwtransformer(tokens, attention_mask=mask)[0]).squeeze(-1)
 
 
+def make_adapter(name: str, base: str, settings: dict[str, Any], out: Path, seed: int) -> None:
+    """An adapter of a golden model with values everywhere, and what PEFT computes with it."""
+    from peft import LoraConfig, get_peft_model  # pyright: ignore[reportMissingImports]
+
+    scalar = settings["task_type"] == "SEQ_CLS"
+    kind = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
+    more: dict[str, Any] = {"num_labels": 1} if scalar else {}
+    model = kind.from_pretrained(
+        out / base, dtype=torch.float32, attn_implementation="eager", **more
+    )
+    model = get_peft_model(model, LoraConfig(**settings)).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    model.peft_config["default"].base_model_name_or_path = base
+    model.save_pretrained(out / name)
+    (out / name / "README.md").unlink(missing_ok=True)
+    tokens = batches(model.config.eos_token_id)["right"]
+    mask = np.arange(LENGTH)[None] < np.array(LENGTHS)[:, None]
+    tokens = np.where(mask, tokens, model.config.pad_token_id) if scalar else tokens
+    with torch.no_grad():
+        logits = model(
+            input_ids=torch.tensor(tokens), attention_mask=torch.tensor(mask).long()
+        ).logits.numpy()
+    found = {"scores": logits[:, 0]} if scalar else {"right_logits": logits}
+    np.savez_compressed(
+        out / name / "golden.npz", allow_pickle=False,
+        lengths=np.array(LENGTHS), right_tokens=tokens, **found,
+    )  # fmt: skip
+
+
+def verify_adapter(adapter: Path, merged: Path) -> None:
+    """Raise where PEFT does not load an adapter, or does not compute what the merged model does."""
+    from peft import PeftConfig, PeftModel  # pyright: ignore[reportMissingImports]
+
+    config = PeftConfig.from_pretrained(adapter)
+    scalar = config.task_type == "SEQ_CLS"
+    kind = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
+    more: dict[str, Any] = {"num_labels": 1} if scalar else {}
+    base = kind.from_pretrained(config.base_model_name_or_path, dtype=torch.float32, **more)
+    whole = kind.from_pretrained(merged, dtype=torch.float32).eval()
+    base.config.pad_token_id = whole.config.pad_token_id
+    tokens = torch.tensor(np.random.default_rng(0).integers(3, base.config.vocab_size, (4, 9)))
+    with torch.no_grad():
+        before = base.eval()(tokens).logits
+        found = PeftModel.from_pretrained(base, adapter).eval()(tokens).logits
+        expected = whole(tokens).logits
+    assert torch.abs(found - before).max() > 1e-4, "the adapter changes nothing"
+    largest = torch.abs(expected).max().item()
+    difference = torch.abs(found - expected).max().item()
+    stored = json.loads((merged / "config.json").read_text())["dtype"]
+    allowed = (1e-4 if stored == "float32" else 0.02) * max(largest, 1)
+    assert difference < allowed, f"outputs differ by {difference} of {largest}"
+    print(f"{adapter}: PEFT's outputs differ from {merged} by {difference:.2g} of {largest:.2g}")
+
+
 def verify(export: Path, golden: Path) -> None:
     """Raise where an export does not load, or is not the golden model."""
+    if (export / "adapter_config.json").exists():
+        verify_adapter(export, golden)
+        return
     numbers = np.load(golden / "golden.npz")
     config = AutoConfig.from_pretrained(export)
     mask = torch.tensor(np.arange(LENGTH)[None] < numbers["lengths"][:, None])
@@ -255,7 +352,13 @@ def main() -> None:
         make_language_model(name, config, args.out, seed)
     for seed, (name, config) in enumerate(SCORERS.items(), start=100):
         make_scorer(name, config, args.out, seed)
-    made = {"transformers": transformers.__version__, "torch": torch.__version__}
+    for seed, (name, (base, settings)) in enumerate(ADAPTERS.items(), start=200):
+        make_adapter(name, base, settings, args.out, seed)
+    made = {
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "peft": version("peft"),
+    }
     (args.out / "made_with.json").write_text(json.dumps(made, indent=2) + "\n")
 
 

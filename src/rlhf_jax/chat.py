@@ -1,30 +1,31 @@
 """Talk to a trained model: `python -m rlhf_jax.chat runs/my-run`.
 
-Answers go to stdout, everything else to stderr, so questions can come from a pipe, one a line. On a
-terminal /clear forgets the conversation and /quit leaves; ctrl-C stops an answer. Exit codes: 0
-left, 1 an error that the message explains, 2 wrong flags, 130 interrupted.
+Answers go to stdout as they are made, everything else to stderr, so questions can come from a pipe,
+one a line. /clear forgets the conversation, /system TEXT gives instructions, /quit leaves; ctrl-C
+stops an answer. Exit codes: 0 left, 1 an error that the message explains, 2 wrong flags, 130
+interrupted.
 """
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 if TYPE_CHECKING:
     from rlhf_jax.inference.conversation import Conversation
+    from rlhf_jax.inference.interrupts import Interrupts
     from rlhf_jax.inference.session import Model
 
 PROG = "python -m rlhf_jax.chat"
 TRACEBACK = "RLHF_JAX_TRACEBACK"
-COMMANDS = "/clear forgets the conversation, /quit leaves"
-POLICIES = ("actor", "sft")
-"""Where a run leaves its policies, the newest first."""
+COMMANDS = "/clear forgets the conversation, /system TEXT gives instructions, /quit leaves"
+
+type Answer = Callable[[Sequence[int]], Generator[str]]
 
 
 @dataclass(frozen=True)
@@ -32,22 +33,29 @@ class ChatConfig:
     """What to talk to, and how it answers."""
 
     model: Annotated[str, tyro.conf.Positional]
-    """A run's directory (its actor/, else its sft/), a Hugging Face directory or a Hub name."""
+    """A run's directory (its actor/, else its dpo/ or sft/), a Hugging Face directory or a Hub
+    name."""
     temperature: float = 0.7
     """0 always takes the likeliest token."""
     max_new_tokens: int | None = None
     """Longest answer; by default a quarter of the context, at most 256."""
-    top_p: float = 1.0
-    """Sample from the likeliest tokens that have this probability together."""
     top_k: int = 0
     """Sample from this many likeliest tokens; 0 is off."""
+    top_p: float = 1.0
+    """Sample from the likeliest tokens that have this probability together."""
+    min_p: float = 0.0
+    """Leave out tokens with less than this share of the likeliest one's probability; 0 is off."""
+    repetition_penalty: float = 1.0
+    """Above 1: tokens of the conversation so far become less likely."""
     seed: int = 0
     """The same seed and the same questions get the same answers."""
+    system: str = ""
+    """Instructions in front of the conversation, as /system gives them."""
     context: int = 2048
     """Tokens of history, question and answer together, at most; the model may have fewer."""
-    turn_format: str = "Human: {} Assistant:"
-    """How the training data write a question; for models without a chat template. \\n is a line
-    break."""
+    turn_format: str | None = None
+    """How a question is written, such as "Human: {} Assistant:"; \\n is a line break. By default as
+    the run's prompts were; else by the model's chat template; else "Human: {} Assistant:"."""
     mesh: str | None = None
     """FxT, such as 1x1 or 2x4; by default all visible devices."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -68,6 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         cfg = tyro.cli(ChatConfig, prog=PROG, description=__doc__, args=argv)
         code = 1
         chat(cfg)
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError) as error:
         if os.environ.get(TRACEBACK) == "1":
             raise
@@ -81,70 +92,63 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def chat(cfg: ChatConfig) -> None:
     """Load the model and answer question after question."""
+    from rlhf_jax.inference.interrupts import Interrupts
     from rlhf_jax.inference.session import load
 
-    directory = find_policy(cfg.model)
-    model = load(directory, mesh=cfg.mesh, dtype=cfg.dtype)
+    model = load(cfg.model, mesh=cfg.mesh, dtype=cfg.dtype)
     if model.is_reward_model:
         raise ValueError(
-            f"{directory} is a reward model: it scores answers and gives none. Talk to the sft/ or "
-            "actor/ of a run, or use rlhf_jax.load(…).score(texts)"
+            f"{model.name} is a reward model: it scores answers and gives none. Talk to the sft/ "
+            "or actor/ of a run, or use rlhf_jax.load(…).score(texts)"
         )
     interactive = sys.stdin.isatty()
-    conversation, answer = prepare(cfg, model)
+    # ctrl-C in a script ends it, as everywhere; a person stops an answer, and leaves with a second.
+    interrupts = Interrupts(enabled=interactive)
+    conversation, answer = prepare(cfg, model, interrupts)
     if interactive:
-        greet(directory, conversation)
-    with ThreadPoolExecutor(max_workers=1) as worker:
-        for question in questions(conversation, interactive):
-            before = conversation.forgotten
-            try:
-                ids = conversation.prompt(question)
-            except ValueError as error:
-                tell(str(error))
-                continue
-            if conversation.forgotten and not before:
-                tell(f"(the oldest turns no longer fit in {conversation.room} tokens: forgotten)")
-            text = run_interruptibly(worker, lambda ids=ids: answer(ids))
-            if text is None:
-                tell("(stopped)")
-                continue
-            print(text.strip(), flush=True)
-            if interactive and not text.strip():
-                tell("(an empty answer)")
-            conversation.record(question, text)
+        greet(model.name, conversation)
+    for question in questions(conversation, interactive):
+        before = conversation.forgotten
+        try:
+            ids = conversation.prompt(question)
+        except ValueError as error:
+            tell(str(error))
+            continue
+        if conversation.forgotten and not before:
+            tell(f"(the oldest turns no longer fit in {conversation.room} tokens: forgotten)")
+        with interrupts, closing(answer(ids)) as pieces:
+            text = speak(pieces)
+        if interrupts.came:
+            tell("(stopped)")
+        elif interactive and not text.strip():
+            tell("(an empty answer)")
+        conversation.record(question, text)
 
 
-def find_policy(name: str) -> str:
-    """The newest policy of a run's directory; any other name as it is.
+def speak(pieces: Iterable[str]) -> str:
+    """Prints an answer as it comes, trimmed; returns all of it as the model wrote it."""
+    from rlhf_jax.inference.pieces import trimmed
 
-    Raises:
-        FileNotFoundError: a directory that holds neither a model nor a run with a policy.
-    """
-    path = Path(name).expanduser()
-    if not path.is_dir() or (path / "config.json").is_file():
-        return name
-    for policy in POLICIES:
-        if (path / policy / "config.json").is_file():
-            return str(path / policy)
-    raise FileNotFoundError(
-        f"{path} holds no trained policy: there is no {' or '.join(f'{p}/' for p in POLICIES)} "
-        "with a config.json in it (steps 3 and 1 of a run write them), and no config.json itself"
-    )
+    said: list[str] = []
+
+    def noted() -> Iterator[str]:
+        for piece in pieces:
+            said.append(piece)
+            yield piece
+
+    for piece in trimmed(noted()):
+        print(piece, end="", flush=True)
+    print(flush=True)
+    return "".join(said)
 
 
 def prepare(
-    cfg: ChatConfig, model: "Model"
-) -> tuple["Conversation", Callable[[Sequence[int]], str]]:
-    """The empty conversation, and what turns a prompt into an answer.
-
-    Every prompt is padded to all the room there is, so one program serves a whole conversation.
-    """
-    from rlhf_jax.inference.conversation import (
-        SHORTEST_HISTORY,
-        Conversation,
-        encode_plain,
-        encode_template,
-    )
+    cfg: ChatConfig, model: "Model", interrupts: "Interrupts"
+) -> tuple["Conversation", Answer]:
+    """The empty conversation, and what turns a prompt into the pieces of an answer."""
+    from rlhf_jax.inference.conversation import SHORTEST_HISTORY, Conversation
+    from rlhf_jax.inference.pieces import text_pieces, until
+    from rlhf_jax.inference.places import choose_form
 
     window = min(cfg.context, model.config.max_positions)
     longest = cfg.max_new_tokens or max(min(256, window // 4), 1)
@@ -153,32 +157,33 @@ def prepare(
             f"--max-new-tokens={longest} leaves no room for a question in {window} tokens: "
             "lower it, or raise --context if the model has more positions"
         )
-    tokenizer = model.tokenizer
-    encode = (
-        encode_template(tokenizer)
-        if tokenizer.chat_template
-        else encode_plain(tokenizer, cfg.turn_format.replace("\\n", "\n"))
+    form = choose_form(model.tokenizer, model.name, cfg.turn_format)
+    if form.note:
+        tell(f"note: {form.note}")
+    streamer = model.streamer(
+        context=window,
+        max_new_tokens=longest,
+        temperature=cfg.temperature,
+        top_k=cfg.top_k,
+        top_p=cfg.top_p,
+        min_p=cfg.min_p,
+        repetition_penalty=cfg.repetition_penalty,
     )
-    room, seeds = window - longest, count(cfg.seed)
+    seeds = count(cfg.seed)
 
-    def answer(prompt: Sequence[int]) -> str:
-        (given,) = model.generate(
-            [prompt],
-            max_new_tokens=longest,
-            temperature=cfg.temperature,
-            top_p=cfg.top_p,
-            top_k=cfg.top_k,
-            seed=next(seeds),
-            prompt_length=room,
-        )
-        return given.text
+    def answer(prompt: Sequence[int]) -> Generator[str]:
+        chunks = interrupts.until_one_comes(streamer.tokens(prompt, seed=next(seeds)))
+        pieces = text_pieces(model.tokenizer, prompt, chunks, model.stop_ids)
+        return until(pieces, form.next_turn) if form.next_turn else pieces
 
-    return Conversation(encode, room, keeps_history=window >= SHORTEST_HISTORY), answer
+    conversation = Conversation(form.encode, streamer.room, window >= SHORTEST_HISTORY)
+    conversation.system = cfg.system
+    return conversation, answer
 
 
-def greet(directory: str, conversation: "Conversation") -> None:
+def greet(name: str, conversation: "Conversation") -> None:
     """What a person should know first."""
-    tell(f"{directory}: {COMMANDS}. The first answer compiles its program and takes longer.")
+    tell(f"{name}: {COMMANDS}. The first answer compiles its programs and takes longer.")
     if not conversation.keeps_history:
         tell("The context is short: each turn stands alone.")
 
@@ -189,14 +194,17 @@ def questions(conversation: "Conversation", interactive: bool) -> Iterator[str]:
         line = read_line(interactive)
         if line is None or line.strip() == "/quit":
             return
-        line = line.strip()
-        if line == "/clear":
+        command, _, rest = line.strip().partition(" ")
+        if command == "/clear" and not rest:
             conversation.clear()
             tell("(forgotten)")
-        elif line.startswith("/"):
-            tell(f"there is no command {line.split()[0]}: {COMMANDS}")
-        elif line:
-            yield line
+        elif command == "/system":
+            conversation.system = rest.strip()
+            tell("(the instructions are set)" if rest.strip() else "(no instructions)")
+        elif command.startswith("/"):
+            tell(f"there is no command {line.strip()}: {COMMANDS}")
+        elif command:
+            yield line.strip()
 
 
 def read_line(interactive: bool) -> str | None:
@@ -213,22 +221,6 @@ def read_line(interactive: bool) -> str | None:
             return None
         except KeyboardInterrupt:
             tell("\n(/quit or ctrl-D leaves)")
-
-
-def run_interruptibly(worker: ThreadPoolExecutor, run: Callable[[], str]) -> str | None:
-    """`run()` in the worker's thread; None where ctrl-C came first.
-
-    A program on the device cannot be stopped: it ends behind the person's back, and the next
-    answer waits for it.
-    """
-    future = worker.submit(run)
-    try:
-        return future.result()
-    except KeyboardInterrupt:
-        if not sys.stdin.isatty():
-            raise
-        future.cancel()
-        return None
 
 
 def tell(text: str) -> None:

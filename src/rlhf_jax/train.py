@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 the run failed for a reason that the message gives, 2 wron
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 
 TRACEBACK = "RLHF_JAX_TRACEBACK"
 
@@ -20,9 +21,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         config = parse(argv)
         code = 1
+        from rlhf_jax.recipes.nearest import nearest_recipe
         from rlhf_jax.stages.pipeline import run_pipeline
 
-        run_pipeline(config, to_yaml(config))
+        run_pipeline(config, to_yaml(config), nearest_recipe(asdict(config)))
     except BrokenPipeError:  # the reader of a pipe has seen enough: train --help | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from rlhf_jax.cli import parse
-from rlhf_jax.cli.deepspeed_names import NOT_NEEDED, NOT_YET, RENAMED
+from rlhf_jax.cli.deepspeed_names import NOT_NEEDED, NOT_YET, REFUSED, RENAMED
+from rlhf_jax.cli.fields import config_fields
 from rlhf_jax.cli.parse import resolve
+from rlhf_jax.stages.config import TrainConfig
 
 DOCS = Path(__file__).parents[2] / "docs" / "flags.md"
 
@@ -79,8 +81,69 @@ def test_dtype_by_deepspeeds_names() -> None:
         parse(["--dtype=fp16"])
 
 
+def changed(*argv: str) -> dict[str, object]:
+    """The fields in which a command line differs from the bare one."""
+    base, got = (config_fields(parse(args)) for args in ((), argv))
+    return {path: got[path].value for path in got if got[path].value != base[path].value}
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("--step 1 --lora_dim 128", {"sft.lora.dim": 128, "sft.lora.alpha": 1.0}),
+        ("--step 2 --lora_dim 8", {"reward.lora.dim": 8, "reward.lora.alpha": 1.0}),
+        (
+            "--step 1 --lora_dim 8 --sft.lora.alpha 32",
+            {"sft.lora.dim": 8, "sft.lora.alpha": 32.0},
+        ),
+        ("--actor_lora_dim 8", {"ppo.actor_lora.dim": 8, "ppo.actor_lora.alpha": 1.0}),
+        ("--critic_lora_dim 0", {}),
+        ("--step 1 --lora_module_name decoder.layers.", {"sft.lora.modules": ("decoder.layers.",)}),
+        ("--actor_lora_module_name layers.", {"ppo.actor_lora.modules": ("layers.",)}),
+        ("--critic_lora_learning_rate 0.5", {"ppo.critic_lora.learning_rate": 0.5}),
+        ("--step 1 --only_optimize_lora", {"sft.lora.only": True}),
+        (
+            "--step 3 --only_optimize_lora",
+            {"ppo.actor_lora.only": True, "ppo.critic_lora.only": True},
+        ),
+        ("--enable_ema", {"ppo.ema.enable": True}),
+        (
+            "--unsupervised_dataset_name a/b:c --unsup_coef 27.8",
+            {"ppo.ptx_path": "a/b:c", "ppo.ptx_coef": 27.8},
+        ),
+        ("--enable_tensorboard", {"report_to": ("tensorboard",)}),
+        (
+            "--enable_tensorboard --tensorboard_path x",
+            {"report_to": ("tensorboard",), "tensorboard_path": "x"},
+        ),
+        ("--enable_test_mode --test_stop_step 5", {"ppo.max_steps": 5}),
+        (
+            "--step dpo --beta 0.5 --label_smoothing 0.1",
+            {"dpo.beta": 0.5, "dpo.label_smoothing": 0.1},
+        ),
+        ("--sft_only_data_path a b", {"data.sft_only_data_path": ("a", "b")}),
+        ("--add_eot_token", {}),
+    ],
+)
+def test_name_sets_its_fields(argv: str, expected: dict[str, object]) -> None:
+    got = changed(*argv.split())
+    got.pop("step", None)
+    assert got == expected
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_every_target_is_a_field(name: str) -> None:
+    fields = config_fields(TrainConfig())
+    assert {RENAMED[name].path, *RENAMED[name].also} <= set(fields)
+
+
+def test_a_name_that_sets_two_fields_repeats_either() -> None:
+    with pytest.raises(ValueError, match=r"both set --ppo\.critic-lora\.only"):
+        parse(["--step=3", "--only-optimize-lora", "--ppo.critic-lora.only"])
+
+
 def test_every_name_is_documented() -> None:
     text = DOCS.read_text()
-    names = [full.rpartition(".")[2] for full in RENAMED] + [*NOT_NEEDED, *NOT_YET]
+    names = [full.rpartition(".")[2] for full in RENAMED] + [*NOT_NEEDED, *NOT_YET, *REFUSED]
     missing = [name for name in names if f"`--{name.replace('_', '-')}`" not in text]
     assert missing == []

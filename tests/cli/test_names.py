@@ -44,6 +44,13 @@ def changed(*argv: str) -> dict[str, object]:
         ),
         ("--seed=-1", {"seed": -1}),
         ("--seed -1", {"seed": -1}),
+        ("--sft.lora.dim=8", {"sft.lora.dim": 8}),
+        ("--step 1 --lora.dim 8", {"step": (1,), "sft.lora.dim": 8}),
+        ("--sft.lora.modules q_proj layers.0.", {"sft.lora.modules": ("q_proj", "layers.0.")}),
+        ("--ppo.ema.enable --ema.decay 0.5", {"ppo.ema.enable": True, "ppo.ema.decay": 0.5}),
+        ("--actor_lora.only", {"ppo.actor_lora.only": True}),
+        ("--report-to tensorboard wandb", {"report_to": ("tensorboard", "wandb")}),
+        ("--report-to none", {}),
     ],
 )
 def test_name_sets_its_field_and_no_other(argv: str, expected: dict[str, object]) -> None:
@@ -81,10 +88,16 @@ def test_every_field_is_a_flag_in_both_spellings(path: str) -> None:
         ("--dtype float8", "--dtype must be bfloat16|float32, got 'float8'"),
         ("--resume maybe", "--resume is a switch"),
         ("--no-seed", "only a switch can be negated"),
-        ("--step 4", "--step takes any of 1 2 3, got 4"),
+        ("--step 4", "--step takes any of 1 2 3, or dpo, got 4"),
         ("--sft.batch-size 0", "sft: batch_size must be at least 1, got 0"),
         ("--ppo.gamma 2", "ppo: gamma=2.0"),
         ("--resume --overwrite-output-dir", "contradict"),
+        ("--sft.lora.dim -1", "sft.lora: dim must be 0"),
+        ("--lora.dim 8", "--sft.lora.dim, --reward.lora.dim"),
+        ("--ppo.actor-lora.rank 8", "did you mean --ppo.actor-lora."),
+        ("--report-to mlflow", "--report-to must be tensorboard|wandb|trackio ..., got 'mlflow'"),
+        ("--run-name x", "--report-to wandb or trackio"),
+        ("--tensorboard-path x --report-to wandb", "needs --report-to tensorboard"),
     ],
 )
 def test_mistake_is_named(argv: str, message: str) -> None:
@@ -94,12 +107,29 @@ def test_mistake_is_named(argv: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_flag_off_its_default_is_refused_while_it_is_not_implemented() -> None:
+@pytest.mark.parametrize("flag", ["--offload", "--enable-mixed-precision-lora"])
+def test_flag_off_its_default_is_refused_while_it_is_not_implemented(flag: str) -> None:
     """Nothing that would change the result is taken in silence; what is off anyway may be said."""
-    for flag in ("--enable-ema", "--actor_lora_dim=128", "--offload", "--unsup-coef 27.8"):
-        with pytest.raises(ValueError, match="not implemented yet"):
-            parse(flag.split())
-    assert changed("--actor-lora-dim", "0", "--actor_dropout", "0.0") == {}
+    with pytest.raises(ValueError, match="not implemented yet"):
+        parse([flag])
+    assert changed(f"{flag}=false") == {}
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        ("--dropout 0.1", "dropout is never applied"),
+        ("--actor-dropout=0.1", "dropout is never applied"),
+        ("--deepspeed_config ds.json", "every setting has its own flag"),
+        ("--eot_token <eot>", "EOS that the model's tokenizer names"),
+        ("--unsupervised-dataset-config-name x", "owner/name:config"),
+    ],
+)
+def test_what_is_not_offered_is_refused_with_its_reason(argv: str, reason: str) -> None:
+    with pytest.raises(ValueError, match="is not offered") as caught:
+        parse(argv.split())
+    assert reason in str(caught.value)
+    assert changed("--dropout", "0", "--critic_dropout", "0.0") == {}
 
 
 def test_what_is_not_needed_is_accepted_with_a_note() -> None:

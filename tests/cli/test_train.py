@@ -5,16 +5,19 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from rlhf_jax.cli import parse, to_yaml
 from rlhf_jax.cli.listing import flag_lines
+from rlhf_jax.recipes.nearest import nearest_recipe
+from rlhf_jax.runtime.report.settings import Baseline
 from rlhf_jax.stages.config import TrainConfig
 from rlhf_jax.train import main
 
-type RunPipeline = Callable[[TrainConfig, str], None]
+type RunPipeline = Callable[[TrainConfig, str, Baseline], None]
 
 FLAGS = Path(__file__).parent / "flags.txt"
 
@@ -33,18 +36,18 @@ def pipeline(monkeypatch: pytest.MonkeyPatch) -> Callable[[RunPipeline], None]:
 
 
 def raising(error: BaseException) -> RunPipeline:
-    def run(config: TrainConfig, config_yaml: str) -> None:
+    def run(config: TrainConfig, config_yaml: str, baseline: Baseline) -> None:
         raise error
 
     return run
 
 
 def test_runs_the_stages_with_the_config(pipeline) -> None:
-    seen: list[tuple[TrainConfig, str]] = []
-    pipeline(lambda config, config_yaml: seen.append((config, config_yaml)))
+    seen: list[tuple[TrainConfig, str, Baseline]] = []
+    pipeline(lambda *given: seen.append(given))
     assert main(["--step", "2", "--seed", "7"]) == 0
     config = parse(["--step", "2", "--seed", "7"])
-    assert seen == [(config, to_yaml(config))]
+    assert seen == [(config, to_yaml(config), nearest_recipe(asdict(config)))]
 
 
 def test_wrong_flags_are_one_line_and_code_2(pipeline, capsys) -> None:

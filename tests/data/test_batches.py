@@ -38,6 +38,14 @@ def test_pairs_have_one_shape() -> None:
     assert batch.chosen.tokens_BT.shape == batch.rejected.tokens_BT.shape == (2, 6)
     assert batch.chosen.lengths_B.tolist() == [4, 4]
     assert batch.rejected.lengths_B.tolist() == [2, 2]
+    assert batch.margin_B.tolist() == [0, 0]
+
+
+def test_margins_are_batched_as_numbers() -> None:
+    rows = [PairRow(ids(4), ids(2), 1, margin) for margin in (0.5, -2.0)]
+    batch = collate_pairs(rows, 3, length=6)
+    assert batch.margin_B.tolist() == [0.5, -2.0, 0.5]
+    assert batch.margin_B.dtype == np.float32
 
 
 @pytest.mark.parametrize(("longest", "width"), [(1, 8), (8, 8), (9, 16), (32, 32)])

@@ -65,8 +65,17 @@ def test_a_split_that_is_no_list_of_shares_is_an_error(data_split: str) -> None:
         ({"data_path": ()}, "data_path is empty"),
         ({"data_split": "9,1"}, "has 2 parts: it needs 3"),
         ({"eval_fraction": 1.0}, "eval_fraction"),
-        ({"overlong": "keep"}, "drop or cut"),
+        ({"overlong": "keep"}, "one of drop, cut, cut_turns"),
         ({"max_rows": 0}, "max_rows"),
+        ({"chat_format": "chatml"}, "chat_format='chatml': it must be one of template, human_ass"),
+        ({"data_weights": (1, 2)}, "data_weights has 2 weights for 1 sources: give one for each"),
+        (
+            {"data_path": ("a", "b"), "sft_only_data_path": ("c",), "data_weights": (1, 2)},
+            "2 weights for 3 sources",
+        ),
+        ({"data_weights": (-1.0,)}, r"-1.0 is no weight, they are above 0"),
+        ({"data_weights": (0.0,)}, r"0.0 is no weight"),
+        ({"data_weights": (float("inf"),)}, r"inf is no weight"),
     ],
 )
 def test_config_ranges(change: dict, message: str) -> None:
@@ -141,3 +150,53 @@ def test_a_stage_left_without_rows_is_an_error(tmp_path: Path) -> None:
     config = DataConfig(data_path=(path,), data_split="10,0,0")
     with pytest.raises(ValueError, match="'10,0,0' leaves stage ppo none of the rows"):
         load_stage_records(config, "ppo", seed=0)
+
+
+def weighted(tmp_path: Path, **changes: object) -> DataConfig:
+    letters = (("a", 20), ("b", 10), ("c", 6))
+    a, b, c = (write_prompts(tmp_path / f"{c}.jsonl", c, n) for c, n in letters)
+    settings = {
+        "data_path": (a, b),
+        "sft_only_data_path": (c,),
+        "data_weights": (1.0, 3.0, 2.0),
+        "data_split": "",
+        "eval_fraction": 0.0,
+    }
+    return DataConfig(**settings | changes)  # pyright: ignore[reportArgumentType]
+
+
+def test_rows_of_a_weighted_blend_know_their_source_and_none_is_lost(tmp_path: Path) -> None:
+    config = weighted(tmp_path)
+    sft, ppo = (load_stage_records(config, stage, seed=1) for stage in ("sft", "ppo"))
+    assert (sft.weights, ppo.weights) == ((1.0, 3.0, 2.0), (1.0, 3.0))
+    for records, letters in ((sft, "abc"), (ppo, "ab")):
+        assert {"abc"[row.source] + str(row.prompt)[0] for row in records.train} == {
+            letter * 2 for letter in letters
+        }
+    assert sorted(prompts(sft.train)) == sorted(
+        f"{letter}{n}" for letter, size in (("a", 20), ("b", 10), ("c", 6)) for n in range(size)
+    )
+
+
+def test_max_rows_of_a_weighted_blend_are_shared_out_by_weight(tmp_path: Path) -> None:
+    records = load_stage_records(weighted(tmp_path, max_rows=12), "sft", seed=1)
+    assert [row.source for row in records.train] == [0] * 2 + [1] * 6 + [2] * 4
+
+
+def test_a_weighted_source_that_gives_a_stage_nothing_is_an_error(tmp_path: Path) -> None:
+    config = weighted(tmp_path, data_split="0,5,5", sft_only_data_path=(), data_weights=(1, 1))
+    with pytest.raises(ValueError, match=r"a\.jsonl: 20 rows.*sft gets 0.*leave it out"):
+        load_stage_records(config, "sft", seed=1)
+
+
+def test_margins_can_be_left_out(tmp_path: Path) -> None:
+    rows = [{"prompt": f"p{n}", "chosen": "a", "rejected": "b", "margin": n} for n in range(5)]
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for margins, expected in ((True, {0.0, 1.0, 2.0, 3.0, 4.0}), (False, {None})):
+        config = DataConfig(
+            data_path=(str(file),), data_split="", eval_fraction=0.0, margins=margins
+        )
+        records = load_stage_records(config, "reward", seed=0)
+        assert {row.margin for row in records.train} == expected
+        assert ("with margins" in records.notes[0]) == margins

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from rlhf_jax.data.batches import bucket_of, collate_pairs, collate_prompts, common_length
 from rlhf_jax.data.blend import DataConfig, StageRecords, load_stage_records
 from rlhf_jax.data.loader import Loader
-from rlhf_jax.data.records import ASSISTANT
+from rlhf_jax.data.render import ASSISTANT
 from rlhf_jax.data.sources import load_source
 from rlhf_jax.data.tokenize import PromptRow, tokenize_pairs, tokenize_prompts, tokenize_sft
 
@@ -55,8 +55,9 @@ def test_transcripts_become_prompt_and_answers(helpful_base: str) -> None:
     assert source is not None
     assert len(source.records) == 2343
     assert source.dropped == {"prompts differ": 9, "answers are equal": 2}
-    assert all(record.prompt.startswith("\n\nHuman:") for record in source.records)
-    assert all(record.prompt.endswith(ASSISTANT) for record in source.records)
+    prompts = [str(record.prompt) for record in source.records]
+    assert all(prompt.startswith("\n\nHuman:") for prompt in prompts)
+    assert all(prompt.endswith(ASSISTANT) for prompt in prompts)
     assert not any(ASSISTANT in str(record.chosen) for record in source.records)
 
 
@@ -121,3 +122,43 @@ def test_pairs_and_prompts_reach_batches(
     )
     widths = [batch.tokens_BP.shape[1] for _, batch in prompt_loader.batches(0, 27)]
     assert set(widths) == set(buckets)
+
+
+def test_cut_turns_leaves_whole_turns(
+    stage_records: Callable[..., StageRecords], opt_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    records = stage_records("ppo").train
+    rows, report = tokenize_prompts(records, opt_tokenizer, max_length=128, overlong="cut_turns")
+    assert report.cut_turns > 100
+    assert len(rows) + report.dropped == len(records)
+    turns = [str(record.prompt).count("\n\nHuman:") for record in records]
+    for row in rows:
+        whole = str(records[row.sample_id].prompt)
+        assert len(row.tokens) <= 128
+        assert whole.endswith(row.prompt)
+        assert row.prompt.startswith("\n\nHuman:")
+        assert row.tokens.tolist() == opt_tokenizer(row.prompt)["input_ids"]
+        left_out = turns[row.sample_id] - row.prompt.count("\n\nHuman:")
+        if left_out:
+            # One more turn would not fit.
+            longer = whole.split("\n\nHuman:")[left_out:]
+            text = "".join("\n\nHuman:" + turn for turn in longer)
+            assert len(opt_tokenizer(text)["input_ids"]) > 128  # pyright: ignore[reportArgumentType]
+
+
+def test_gsm8k_is_asked_by_the_chat_template_and_keeps_its_answers(
+    shared_data: Callable[[str], Path],
+) -> None:
+    smollm = AutoTokenizer.from_pretrained(
+        shared_data("smollm2-135m-instruct"), eos_token="<|im_end|>"
+    )
+    path = str(shared_data("gsm8k") / "gsm8k_test.jsonl.gz")
+    source = load_source(path, split="train", stage="ppo")
+    assert source is not None
+    rows, report = tokenize_prompts(source.records, smollm, max_length=256, overlong="drop")
+    assert (len(rows), report.kept) == (1319, 1319)
+    assert all("\n#### " in str(row.columns["answer"]) for row in rows)
+    assert smollm.decode(rows[0].tokens) == rows[0].prompt
+    assert rows[0].prompt.endswith(
+        "every day at the farmers' market?<|im_end|>\n<|im_start|>assistant\n"
+    )

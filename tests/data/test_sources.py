@@ -8,7 +8,7 @@ import datasets
 import pytest
 
 from rlhf_jax.data import sources
-from rlhf_jax.data.records import Record, Stage
+from rlhf_jax.data.records import Dialogue, Example, Message, Record, Stage
 from rlhf_jax.data.sources import Split, load_source
 
 ROWS = [{"prompt": f"p{n} ü", "chosen": " yes", "rejected": " no"} for n in range(3)]
@@ -21,7 +21,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", cache)
 
 
-def load_records(path: str, *, split: Split = "train", stage: Stage = "sft") -> list[Record]:
+def load_records(path: str, *, split: Split = "train", stage: Stage = "sft") -> list[Example]:
     """The records of a split that is there."""
     source = load_source(path, split=split, stage=stage)
     assert source is not None
@@ -38,6 +38,9 @@ def write(path: Path, rows: list[dict] = ROWS) -> Path:
     name = path.name
     if name.endswith(".parquet"):
         datasets.Dataset.from_list(rows).to_parquet(path)
+    elif name.endswith(".arrow"):
+        datasets.Dataset.from_list(rows).save_to_disk(path.parent / ".saved")
+        (path.parent / ".saved/data-00000-of-00001.arrow").rename(path)
     elif name.endswith(".gz"):
         path.write_bytes(gzip.compress(json_lines(rows).encode()))
     else:
@@ -45,7 +48,9 @@ def write(path: Path, rows: list[dict] = ROWS) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.parquet", "a.json.gz"])
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.parquet", "a.json.gz", "a.arrow"]
+)
 def test_formats_hold_the_same_records(tmp_path: Path, name: str) -> None:
     assert load_records(str(write(tmp_path / name)), stage="reward") == RECORDS
 
@@ -69,6 +74,9 @@ def test_lines_of_plain_text_are_rows(tmp_path: Path) -> None:
         ("data/train.json", "data/eval.json"),
         ("train.jsonl.gz", "test.jsonl.gz"),
         ("data/train-00000-of-00001.parquet", "data/validation-00000-of-00001.parquet"),
+        # As a cache of `datasets` names them.
+        ("rows-train.arrow", "rows-test.arrow"),
+        ("rows-train-00000-of-00001.arrow", "rows-test.arrow"),
     ],
 )
 def test_a_folder_gives_both_splits(tmp_path: Path, train: str, evaluation: str) -> None:
@@ -104,6 +112,65 @@ def test_what_save_to_disk_wrote_is_read(tmp_path: Path) -> None:
     assert load_source(str(tmp_path / "one"), split="eval", stage="sft") is None
 
 
+def test_shards_without_what_save_to_disk_says_of_them_are_all_train(tmp_path: Path) -> None:
+    for n in range(2):
+        write(tmp_path / f"data-0000{n}-of-00002.arrow", ROWS[n : n + 1])
+    assert load_records(str(tmp_path)) == RECORDS[:2]
+    assert load_source(str(tmp_path), split="eval", stage="sft") is None
+
+
+def test_an_arrow_file_may_be_a_table(tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    table = pa.Table.from_pylist(ROWS)
+    with (
+        pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink,
+        pa.ipc.new_file(sink, table.schema) as writer,
+    ):
+        writer.write_table(table)
+    assert load_records(str(tmp_path / "a.arrow")) == RECORDS
+
+
+def test_messages_are_read_from_every_format(tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    expected = Dialogue((Message("user", "Hi"),), (Message("assistant", "Hello"),))
+    for name in ("a.jsonl", "a.parquet", "a.arrow"):
+        assert load_records(str(write(tmp_path / name, [{"messages": talk}]))) == [expected]
+
+
+def test_further_columns_are_kept_for_stage_ppo_alone(tmp_path: Path) -> None:
+    rows = [{**row, "level": n, "tags": ["a"]} for n, row in enumerate(ROWS)]
+    for name in ("a.jsonl", "a.parquet"):
+        path = str(write(tmp_path / name, rows))
+        columns = [record.columns for record in load_records(path, stage="ppo")]
+        assert columns == [{"level": n, "tags": ["a"]} for n in range(3)]
+        assert not any(record.columns for record in load_records(path, stage="reward"))
+
+
+def test_a_column_that_a_later_row_lacks_is_none_there(tmp_path: Path) -> None:
+    path = str(write(tmp_path / "a.jsonl", [{"prompt": "p", "level": 1}, {"prompt": "q"}]))
+    columns = [record.columns for record in load_records(path, stage="ppo")]
+    assert columns == [{"level": 1}, {"level": None}]
+
+
+def test_margins_are_read_and_may_be_unknown(tmp_path: Path) -> None:
+    rows = [{**row, "margin": margin} for row, margin in zip(ROWS, (2, -0.5, None), strict=True)]
+    for name in ("a.jsonl", "a.parquet"):
+        records = load_records(str(write(tmp_path / name, rows)), stage="reward")
+        assert [record.margin for record in records] == [2.0, -0.5, None]
+        ppo = load_records(str(tmp_path / name), stage="ppo")
+        assert not any(record.columns for record in ppo)
+
+
+def test_completions_that_are_labelled_bad_are_no_examples(tmp_path: Path) -> None:
+    rows = [{"prompt": "p", "completion": str(n), "label": label} for n, label in
+            enumerate((True, False, 0, None))]  # fmt: skip
+    source = load_source(str(write(tmp_path / "a.jsonl", rows)), split="train", stage="sft")
+    assert source is not None
+    assert [record.chosen for record in source.records] == ["0", "2", "3"]
+    assert source.dropped == {"label is false": 1}
+
+
 def test_a_single_file_has_no_eval_split(tmp_path: Path) -> None:
     assert load_source(str(write(tmp_path / "a.jsonl")), split="eval", stage="sft") is None
 
@@ -111,7 +178,7 @@ def test_a_single_file_has_no_eval_split(tmp_path: Path) -> None:
 def test_a_hub_id_gives_its_splits_and_config(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def load_dataset(name: str, config: str | None) -> datasets.DatasetDict:
+    def load_dataset(name: str, config: str | None, data_dir: None) -> datasets.DatasetDict:
         asked.append((name, config))
         table = datasets.Dataset.from_list(ROWS)
         return datasets.DatasetDict({"train": table, "validation": table.select([2])})
@@ -125,7 +192,7 @@ def test_a_hub_id_gives_its_splits_and_config(monkeypatch: pytest.MonkeyPatch) -
 def test_a_hub_id_that_cannot_be_fetched_says_so_and_keeps_the_cause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise ConnectionError("no route to the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
@@ -138,7 +205,7 @@ def test_a_hub_id_that_cannot_be_fetched_says_so_and_keeps_the_cause(
 def test_a_path_of_no_known_form_names_both_that_were_tried(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_: pytest.fail("the Hub was asked"))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("the Hub was asked"))
     with pytest.raises(FileNotFoundError, match="no such file or folder.*no Hub id either"):
         load_records(path)
 
@@ -165,8 +232,8 @@ def test_an_empty_data_set_is_an_error(tmp_path: Path, content: str) -> None:
 
 
 def test_a_data_set_of_dropped_rows_alone_says_why(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.jsonl", [{"chosen": "one", "rejected": "two"}] * 2)
-    with pytest.raises(ValueError, match=r"empty.*2 dropped \(no assistant turn\)"):
+    file = write(tmp_path / "a.jsonl", [{"chosen": "one", "rejected": "one"}] * 2)
+    with pytest.raises(ValueError, match=r"empty.*2 dropped \(answers are equal\)"):
         load_records(str(file), stage="reward")
 
 
@@ -201,7 +268,12 @@ def test_a_malformed_array_names_the_line(tmp_path: Path) -> None:
     [
         (b'["text"]', r"line 1: a list, not a JSON object"),
         (b'{"text": "\xff"}', r"line 1: not UTF-8"),
-        (b'{"text": ["a"]}', r"line 1: column 'text' holds a list, not text.*chat template"),
+        (b'{"text": ["a"]}', r"line 1: column 'text', message 0: a str, not a message"),
+        (b'{"text": 3}', r"line 1: column 'text' holds a int, not text or messages"),
+        (
+            b'{"prompt": "p", "chosen": "c", "rejected": "r", "margin": "much"}',
+            r"line 1: column 'margin' holds 'much', not a finite number",
+        ),
     ],
 )
 def test_a_line_that_is_no_row_of_text_is_named(tmp_path: Path, line: bytes, message: str) -> None:
@@ -240,10 +312,11 @@ def test_a_damaged_archive_is_named(tmp_path: Path, content: bytes) -> None:
         load_records(str(file))
 
 
-def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "a.parquet"
+@pytest.mark.parametrize(("name", "kind"), [("a.parquet", "a Parquet"), ("a.arrow", "an Arrow")])
+def test_a_damaged_table_is_named(tmp_path: Path, name: str, kind: str) -> None:
+    file = tmp_path / name
     file.write_bytes(b"PAR1 nonsense")
-    with pytest.raises(ValueError, match=r"a\.parquet: not a Parquet file"):
+    with pytest.raises(ValueError, match=f"{name}: not {kind} file"):
         load_records(str(file))
 
 

@@ -150,5 +150,6 @@ def test_blocks_do_not_show(
 ) -> None:
     records = [Record(f"p{n}", f" {n}", " x") for n in range(7)]
     whole = [row.chosen.tolist() for row in tokenize_pairs(records, tokenizer, **LIMIT)[0]]
-    monkeypatch.setattr("rlhf_jax.data.tokenize._BLOCK", 3)
+    monkeypatch.setattr("rlhf_jax.data.tokenize.BLOCK", 3)
+    monkeypatch.setattr("rlhf_jax.data.encoder.BLOCK", 2)
     assert whole == [row.chosen.tolist() for row in tokenize_pairs(records, tokenizer, **LIMIT)[0]]

@@ -32,9 +32,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("learning") / "whole", "--seed=0")
 
 
-def right_answers(directory: Path, when: str, how: str) -> float:
+def right_answers(directory: Path, when: str, how: str, stage: str = "ppo") -> float:
     """Their share in percent."""
-    results: dict[str, Any] = json.loads((directory / "summary.json").read_text())["ppo"]
+    results: dict[str, Any] = json.loads((directory / "summary.json").read_text())[stage]
     return 100 * results[when]["judged"][how]["all"]["right"]
 
 
@@ -58,3 +58,14 @@ def test_reusing_experience_keeps_the_policy_near_the_one_that_sampled(
     shifts = [row[name] for row in map(json.loads, lines) if name in row]
     assert len(shifts) == 10
     assert max(shifts) < MAX_SHIFT
+
+
+def test_dpo_does_so_in_place_of_a_reward_model_and_ppo(whole: Path, tmp_path: Path) -> None:
+    """From the same step 1, on the pairs that step 2 saw."""
+    flags = ("--recipe=quickstart", "--step=dpo", "--seed=0", f"--actor-model={whole / 'sft'}")
+    directory = train(tmp_path / "dpo", *flags)
+    for how, least in (("sampled", MIN_GAIN), ("greedy", -MAX_GREEDY_LOSS)):
+        before, after = (
+            right_answers(directory, when, how, stage="dpo") for when in ("before", "after")
+        )
+        assert after - before >= least, how

@@ -16,6 +16,8 @@ from rlhf_jax.engine.hybrid import HybridEngine
 from rlhf_jax.engine.ppo_step import ModelOnMesh, answer_logprobs, join_rows
 from rlhf_jax.engine.sampling import SamplingConfig
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.decoder import forward, gather_outer
+from rlhf_jax.models.layers import logits_from_hidden
 from rlhf_jax.models.params import Params, ScalarModel, param_specs, scalar_specs
 from tests.models.cases import put_params, random_values
 
@@ -87,6 +89,23 @@ class Driver:
         rows = put_batch((batch.tokens_BP, batch.lengths_B, rollout.tokens_BR), self.engine.compute)
         with jax.set_mesh(self.engine.mesh):
             return np.asarray(run(self.actor(), *rows))
+
+    def rows(self, rollout: Rollout, batch: PromptBatch) -> np.ndarray:
+        """Prompt and answer in one row, `[B, P + R]`."""
+        layout = self.engine.compute
+        pieces = put_batch((batch.tokens_BP, batch.lengths_B, rollout.tokens_BR), layout)
+        return np.asarray(self.jit(join_rows, layout=layout)(*pieces))
+
+    def logits(self, tokens_BT: np.ndarray) -> np.ndarray:
+        """The training graph's logits of whole rows, `[B, T, V]`."""
+
+        def run(params: Any, tokens: jax.Array) -> jax.Array:
+            hidden = forward(params, tokens, self.cfg, self.place.layout)
+            outer = gather_outer(params, self.cfg, self.place.layout)
+            return logits_from_hidden(outer, hidden, self.cfg)
+
+        tokens = put_batch(tokens_BT, self.engine.compute)
+        return np.asarray(self.jit(run)(self.actor(), tokens))
 
     def jit(self, function: Any, **static: Any) -> Any:
         """`function` compiled and called under the mesh."""

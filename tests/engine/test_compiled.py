@@ -6,6 +6,7 @@ Nothing runs here. Widths are large against batch and cache, so that weights sta
 import functools
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +16,8 @@ import pytest
 
 from meshes.layout import make_mesh, parse_mesh
 from meshes.reshard import reshard_params
-from rlhf_jax.engine.generate import generate
+from rlhf_jax.data.batches import PromptBatch
+from rlhf_jax.engine.generate import Decoding, generate
 from rlhf_jax.engine.hybrid import HybridEngine
 from rlhf_jax.engine.sampling import SamplingConfig
 from rlhf_jax.models.decoder import forward
@@ -56,23 +58,18 @@ def abstract(engine: HybridEngine):
 def generate_on(mesh: str, inference_tp: int) -> jax.stages.Compiled:
     engine = engine_on(mesh, inference_tp)
 
-    def run(params, prompts, lengths, sample_ids, active, key):
-        return generate(
-            params, prompts, lengths, sample_ids, active, engine.cfg, engine.rollout,
-            SamplingConfig(max_new_tokens=4), engine.stop_ids, key=key,
-        )  # fmt: skip
+    sampling = SamplingConfig(max_new_tokens=4)
+    decoding = Decoding(engine.cfg, engine.rollout, sampling, engine.stop_ids)
 
-    def rows(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+    def rows(*shape: int, dtype: Any = jnp.int32) -> Any:
         axes = ("batch", *(None,) * (len(shape) - 1))
         return jax.ShapeDtypeStruct(shape, dtype, sharding=engine.rollout.sharding(*axes))
 
     key = jax.eval_shape(lambda: jax.random.key(0))
     with jax.set_mesh(engine.mesh):
-        return (
-            jax.jit(run)
-            .lower(abstract(engine), rows(B, P), rows(B), rows(B), rows(B, dtype=bool), key)
-            .compile()
-        )
+        prompts = PromptBatch(rows(B, P), rows(B), rows(B), rows(B, dtype=jnp.float32))
+        program = jax.jit(partial(generate, decoding=decoding))
+        return program.lower(abstract(engine), prompts, key=key).compile()
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from rlhf_jax.engine.generate import Rollout
 from rlhf_jax.engine.sampling import SamplingConfig
 from tests.engine.drive import PROMPT_LENGTHS, Driver, P, prompts
 from tests.models.cases import MODELS, OPT
+from tests.reference.sampling import penalised
 
 R = 6
 STOPS = tuple(range(3, 17))
@@ -119,6 +120,24 @@ def test_min_new_tokens_holds_back_every_stop_token():
     assert (rollout.lengths_B[:-1] == 4).sum() >= 6
     whole = driver.logprobs(rollout, prompts(), 1.0)
     np.testing.assert_allclose(rollout.logprobs_BR[:-1, :3], whole[:-1, :3], rtol=1e-4)
+
+
+@pytest.mark.parametrize(("mesh", "inference_tp"), [("1x1", 1), ("4x2", 4)])
+def test_a_repetition_penalty_counts_prompt_and_answer(mesh, inference_tp):
+    """Greedy answers against the logits of whole rows, penalised one token at a time in NumPy."""
+    driver = Driver(OPT, mesh, inference_tp)
+    sampling = SamplingConfig(max_new_tokens=R, temperature=0.0, repetition_penalty=3.0)
+    rollout, batch = driver.generate(sampling), prompts()
+    rows = driver.rows(rollout, batch)
+    logits, changed = driver.logits(rows), 0
+    for row, start, scores in zip(rows[:-1], batch.lengths_B, logits, strict=False):
+        for t in range(start, start + R):
+            plain = scores[t - 1, : OPT.vocab_size]
+            choice = penalised(plain, list(row[:t]), 3.0)
+            best, second = np.sort(choice)[[-1, -2]]
+            assert row[t] == choice.argmax() or best - second < 1e-5
+            changed += row[t] != plain.argmax()
+    assert changed > 10
 
 
 def test_answers_never_hold_padding_of_the_vocabulary():

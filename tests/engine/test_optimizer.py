@@ -8,7 +8,13 @@ import numpy as np
 import optax
 import pytest
 
-from rlhf_jax.engine.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer
+from rlhf_jax.engine.optimizer import (
+    OptimizerConfig,
+    learning_rate_schedule,
+    learning_rates,
+    make_optimizer,
+    rate_metrics,
+)
 from tests.engine import toy
 
 
@@ -32,11 +38,44 @@ def test_a_cosine_rate_is_half_a_wave():
     np.testing.assert_allclose(got, [0.4 * (0.9 * w + 0.1) for w in wave], rtol=1e-6)
 
 
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("num_cycles", [1, 2, 3])
+def test_a_cosine_with_restarts_starts_at_the_full_rate_in_every_cycle(num_cycles):
+    """transformers' `get_cosine_with_hard_restarts_schedule_with_warmup`, on its own progress."""
+    steps = list(range(0, 130, 3))
+    got = rates(
+        steps, 120, learning_rate=0.4, schedule="cosine_with_restarts", num_cycles=num_cycles
+    )
+    done = np.array(steps) / 120
+    wave = 0.5 * (1 + np.cos(np.pi * (num_cycles * done % 1.0)))
+    np.testing.assert_allclose(got, 0.4 * np.where(done < 1, wave, 0), rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
+def test_a_polynomial_rate_ends_at_its_final_fraction(power):
+    """transformers' `get_polynomial_decay_schedule_with_warmup`; its end, 1e-7, is absolute."""
+    steps = [0, 10, 50, 99, 100, 150]
+    got = rates(
+        steps, 100, learning_rate=1e-3, schedule="polynomial", power=power, final_fraction=1e-4
+    )
+    left = np.maximum(1 - np.array(steps) / 100, 0)
+    np.testing.assert_allclose(got, (1e-3 - 1e-7) * left**power + 1e-7, rtol=1e-4)
+
+
+SHAPES = {
+    "constant": (1, 1),
+    "linear": (0.5, 0),
+    "cosine": (0.5, 0),
+    "cosine_with_restarts": (0.5, 0),
+    "polynomial": (0.5, 0),
+}
+"""The share of the rate half way and at the end."""
+
+
+@pytest.mark.parametrize("schedule", SHAPES)
 def test_warm_up_rises_to_the_rate_and_the_schedule_runs_over_the_rest(schedule):
     """The first step already has a rate, step `warmup_steps` the full one."""
     got = rates([0, 1, 3, 4, 8, 12], 12, learning_rate=0.8, schedule=schedule, warmup_steps=4)
-    middle, last = {"constant": (1, 1), "linear": (0.5, 0), "cosine": (0.5, 0)}[schedule]
+    middle, last = SHAPES[schedule]
     expected = [0.2, 0.4, 0.8, 0.8, 0.8 * middle, 0.8 * last]
     np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-8)
 
@@ -56,6 +95,21 @@ def test_matrices_decay_and_biases_do_not():
     params, updates, _ = first_update(zero, weight_decay=0.3)
     np.testing.assert_allclose(updates["weight"], -0.1 * 0.3 * params["weight"], rtol=1e-6)
     assert (updates["bias"] == 0).all()
+
+
+def test_the_rates_that_are_shown_are_those_of_the_updates():
+    """With no gradient an update is lr * wd * value: its size tells the rate of every step."""
+    config = OptimizerConfig(0.1, schedule="cosine", warmup_steps=2, weight_decay=0.5)
+    optimizer, params = make_optimizer(config, toy.SPECS, 6), toy.parameters()
+    zero, state = jax.tree.map(jnp.zeros_like, params), optimizer.init(params)
+    rates = learning_rates(config, 6, adapter_rate=0.2)
+    for step in range(6):
+        updates, state = optimizer.update(zero, state, params)
+        shown = rate_metrics(rates, jnp.int32(step), "policy/")
+        decayed = -0.5 * shown["policy/lr"] * params["weight"]
+        update = jnp.asarray(updates["weight"])  # pyright: ignore
+        np.testing.assert_allclose(update, decayed, rtol=1e-5, atol=1e-8)
+        np.testing.assert_allclose(shown["policy/lr_adapters"], 2 * shown["policy/lr"], rtol=1e-5)
 
 
 @pytest.mark.parametrize("size", [0.1, 10.0])

@@ -26,6 +26,7 @@ from rlhf_jax.engine.state import TrainState, create_state
 from rlhf_jax.models.decoder import forward, gather_outer
 from rlhf_jax.models.layers import logits_from_hidden
 from rlhf_jax.models.params import param_specs, scalar_specs
+from rlhf_jax.objectives.adaptive import Control
 from rlhf_jax.objectives.experience import Experience, RewardSettings
 from tests.engine.drive import PROMPT_LENGTHS, Driver, P, prompts, to_numpy
 from tests.models.cases import LLAMA, OPT
@@ -102,9 +103,8 @@ def train_on(mesh: str, inference_tp: int, dtype: Any = np.float32) -> Results:
     scorers = Scorers(driver.actor(1), driver.actor(2), driver.scalar(3), driver.scalar(4))
     with jax.set_mesh(driver.engine.mesh):
         rows = put_batch(prompts(), compute)
-        experience, metrics = score(
-            scorers, rows, put_batch(fixed_rollout(), driver.engine.rollout)
-        )
+        answers = put_batch(fixed_rollout(), driver.engine.rollout)
+        experience, _, metrics = score(scorers, rows, answers, None, Control())
         out = driver.jit(logits)(scorers.actor, experience.tokens_BT)
         models = (scorers.actor, scorers.critic)
         old = [create_state(*pair) for pair in zip(models, optimizers, strict=True)]

@@ -29,6 +29,7 @@ from rlhf_jax.engine.step import gradients
 from rlhf_jax.models.decoder import Remat, forward
 from rlhf_jax.models.layers import logits_from_hidden
 from rlhf_jax.models.params import param_specs, scalar_specs
+from rlhf_jax.objectives.adaptive import AdaptiveKL, Control, Moments
 from rlhf_jax.objectives.experience import Experience, RewardSettings
 from tests.engine.drive import PROMPT_LENGTHS, Driver, P, prompts, to_numpy
 from tests.models.cases import LLAMA, OPT
@@ -81,7 +82,8 @@ def scored(settings: ScoringSettings) -> tuple[Experience, dict[str, Any]]:
     driver = Driver(OPT)
     score = driver.jit(score_rollout, actor=driver.place, critic=driver.place, settings=settings)
     models = Scorers(driver.actor(1), driver.actor(2), driver.scalar(3), driver.scalar(4))
-    return to_numpy(score(models, prompts(), rollout()))
+    experience, _, metrics = to_numpy(score(models, prompts(), rollout(), None, Control()))
+    return experience, metrics
 
 
 @functools.cache
@@ -128,6 +130,73 @@ def test_the_reward_is_read_at_the_last_token_or_before_an_untrained_stop(train_
     np.testing.assert_allclose(experience.scores_B[:-1], expected[:-1], **tolerance(np.float32))
     trained = LENGTHS - (0 if train_eos else ENDED)
     np.testing.assert_array_equal(experience.mask_BR.sum(1), np.where(np.arange(8) < 7, trained, 0))
+
+
+EXTRA = np.linspace(-1, 2, 8, dtype=np.float32)
+ONCE = replace(SCORING, recompute_logprobs=False)
+
+
+def score_with(
+    settings: ScoringSettings, extra: Any, *controls: Control, reward: bool = True
+) -> list[tuple[Experience, Control, dict[str, Any]]]:
+    """The same rollout scored with each control in turn, by one compiled program."""
+    driver = Driver(OPT)
+    score: Any = jax.jit(
+        partial(score_rollout, actor=driver.place, critic=driver.place, settings=settings)
+    )
+    model = driver.scalar(4) if reward else None
+    models = Scorers(driver.actor(1), driver.actor(2), driver.scalar(3), model)
+    with jax.set_mesh(driver.engine.mesh):
+        results = [
+            to_numpy(score(models, prompts(), rollout(), extra, control)) for control in controls
+        ]
+    assert score._cache_size() == 1
+    return results
+
+
+def test_scores_from_outside_add_to_the_weighted_reward_model_or_stand_alone(tolerance):
+    weighted = replace(ONCE, reward_model_weight=0.25)
+    ((both, _, _),) = score_with(weighted, EXTRA, Control())
+    raw = by_hand()["rewards"][np.arange(8), PROMPT_LENGTHS + LENGTHS - 1]
+    expected = 0.25 * (raw - SCORING.score_mean) / SCORING.score_std + EXTRA
+    np.testing.assert_allclose(both.scores_B[:-1], expected[:-1], **tolerance(np.float32))
+    ((alone, _, metrics),) = score_with(ONCE, EXTRA, Control(), reward=False)
+    np.testing.assert_array_equal(alone.scores_B, EXTRA)
+    assert metrics["objective/scores"] == pytest.approx(EXTRA[:-1].mean())
+
+
+def test_an_adaptive_coefficient_weighs_this_batch_and_moves_for_the_next(tolerance):
+    """Twice the coefficient, twice the penalty; a KL far above the target raises it by a fifth of
+    the 7 answers in 70. The program is compiled once.
+    """
+    adaptive = replace(ONCE, adaptive_kl=AdaptiveKL(target=1e-3, horizon=70))
+    controls = [Control(kl_coef=jnp.float32(coef)) for coef in (0.1, 0.2)]
+    once, twice = score_with(adaptive, None, *controls)
+    ((fixed, _, plain),) = score_with(ONCE, None, Control())
+    kl = plain["objective/kl"]
+    assert kl > 0.1
+    for (_, control, metrics), coef in zip((once, twice), (0.1, 0.2), strict=True):
+        assert metrics["objective/kl_coef"] == np.float32(coef)
+        np.testing.assert_allclose(metrics["objective/non_score_reward"], -coef * kl, rtol=1e-5)
+        assert control.kl_coef == pytest.approx(coef * (1 + 0.2 * 7 / 70), rel=1e-6)
+    np.testing.assert_allclose(once[0].returns_BR, fixed.returns_BR, **tolerance(np.float32))
+    assert "objective/kl_coef" not in plain
+
+
+def test_running_moments_scale_what_is_rewarded_and_not_what_is_reported(tolerance):
+    """Answers of one token: their return is the score, less the KL of that token."""
+    free = replace(ONCE, reward=RewardSettings(kl_coef=0.0, lam=1.0), center_scores=True)
+    zero = jnp.float32(0)
+    ((scaled, control, metrics),) = score_with(
+        free, 100 * EXTRA, Control(moments=Moments(zero, zero, zero)), reward=False
+    )
+    real = 100 * EXTRA[:-1].astype(np.float64)
+    assert control.moments is not None
+    assert control.moments.count == 7
+    np.testing.assert_allclose(control.moments.mean, real.mean(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["objective/scores"], real.mean(), rtol=1e-5)
+    expected = (real - real.mean()) / real.std()
+    np.testing.assert_allclose(scaled.returns_BR[:-1, 0], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_rollouts_own_log_probabilities_are_kept_unless_they_are_recomputed():

@@ -9,7 +9,8 @@ import pytest
 from scipy.stats import chisquare
 
 from meshes.layout import Layout, make_mesh, parse_mesh
-from rlhf_jax.engine.sampling import SamplingConfig, keep_likely, sample
+from rlhf_jax.engine.sampling import SamplingConfig, keep_likely, sample, seen_tokens
+from tests.reference.sampling import penalised, probabilities
 
 V, MANY = 8, 4096
 LOGITS = np.array([2.0, 1.5, 1.0, 0.5, 0.0, -1.0, -2.0, -np.inf], np.float32)
@@ -22,16 +23,21 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 @partial(jax.jit, static_argnums=(3, 4))
-def run(logits, ids, index, cfg: SamplingConfig, stop_ids: tuple[int, ...], key):
-    return sample(logits, ids, index, cfg, stop_ids, LAYOUT, key=key)
+def run(logits, ids, index, cfg: SamplingConfig, stop_ids: tuple[int, ...], seen, key):
+    return sample(logits, ids, index, cfg, stop_ids, LAYOUT, seen, key=key)
 
 
-def draw(cfg: SamplingConfig, *, index: int = 0, stop_ids=(), seed: int = 0, ids=None, logits=None):
+def draw(
+    cfg: SamplingConfig, *, index: int = 0, stop_ids=(), seed: int = 0, ids=None, logits=None,
+    seen=None,
+):  # fmt: skip
     """Tokens and log-probabilities of many samples from the same logits."""
     ids = np.arange(MANY, dtype=np.int32) if ids is None else ids
     logits = np.tile(LOGITS, (len(ids), 1)) if logits is None else logits
     with jax.set_mesh(LAYOUT.mesh):
-        token, logprob = run(logits, ids, np.int32(index), cfg, stop_ids, jax.random.key(seed))
+        token, logprob = run(
+            logits, ids, np.int32(index), cfg, stop_ids, seen, jax.random.key(seed)
+        )
     return np.asarray(token), np.asarray(logprob)
 
 
@@ -86,6 +92,63 @@ def test_top_p_is_the_smallest_set_with_that_mass():
         assert set(np.flatnonzero(keep)) == set(order[:count])
 
 
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        SamplingConfig(min_p=0.3),
+        SamplingConfig(min_p=0.3, temperature=2.0),
+        SamplingConfig(min_p=1.0),
+        SamplingConfig(min_p=0.5, top_k=4, top_p=0.9, temperature=0.7),
+    ],
+)
+def test_min_p_keeps_what_has_its_share_of_the_likeliest_at_the_temperature(cfg):
+    """The log-probability stays the policy's: what training computes from the row."""
+    tokens, logprobs = draw(cfg)
+    expected = probabilities(
+        LOGITS, temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p, min_p=cfg.min_p
+    )
+    assert 0 < (expected == 0).sum() < V
+    assert_drawn_from(tokens, expected)
+    np.testing.assert_allclose(
+        logprobs, np.log(softmax(LOGITS / cfg.temperature)[tokens]), rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("penalty", [1.5, 0.7])
+def test_tokens_that_were_there_become_less_likely_or_more(penalty):
+    """Of both signs; logits are penalised before they are divided by the temperature."""
+    cfg = SamplingConfig(repetition_penalty=penalty, temperature=0.6)
+    logits, seen = LOGITS - 1.0, [0, 3, 6]
+    assert logits[seen].min() < 0 < logits[seen].max()
+    seen_BV = np.tile(np.isin(np.arange(V), seen), (MANY, 1))
+    tokens, logprobs = draw(cfg, logits=np.tile(logits, (MANY, 1)), seen=seen_BV)
+    assert_drawn_from(tokens, probabilities(penalised(logits, seen, penalty), temperature=0.6))
+    np.testing.assert_allclose(logprobs, np.log(softmax(logits / 0.6)[tokens]), rtol=1e-5)
+
+
+def test_the_tokens_of_a_row_are_those_before_its_length():
+    tokens = np.array([[3, 1, 3, 0], [2, 2, 5, 6], [4, 4, 4, 4]], np.int32)
+    with jax.set_mesh(LAYOUT.mesh):
+        seen = jax.jit(partial(seen_tokens, vocab=V, layout=LAYOUT))(
+            tokens, np.array([3, 4, 0], np.int32)
+        )
+    assert [set(np.flatnonzero(row)) for row in np.asarray(seen)] == [{1, 3}, {2, 5, 6}, set()]
+
+
+@pytest.mark.parametrize(
+    ("cfg", "named"),
+    [
+        (SamplingConfig(temperature=0.5), ()),
+        (SamplingConfig(min_p=0.1, top_k=5), ("top_k=5", "min_p=0.1")),
+        (SamplingConfig(repetition_penalty=1.2), ("repetition_penalty=1.2",)),
+        (SamplingConfig(temperature=0.0), ("temperature=0.0",)),
+        (SamplingConfig(top_p=0.9, min_new_tokens=2), ("min_new_tokens=2", "top_p=0.9")),
+    ],
+)
+def test_what_draws_from_another_distribution_than_it_reports_is_named(cfg, named):
+    assert cfg.off_policy == named
+
+
 def test_greedy_takes_the_largest_and_scores_at_temperature_1():
     logits = np.random.default_rng(0).normal(size=(16, V)).astype(np.float32)
     tokens, logprobs = draw(
@@ -128,6 +191,8 @@ def test_noise_depends_on_key_sample_and_index_and_not_on_the_place_in_the_batch
         ),
         ({"temperature": -1.0}, r"temperature must be 0 \(greedy\) or positive, got -1.0"),
         ({"top_k": -1}, "top_k must be 0 .* got top_k=-1"),
+        ({"min_p": 1.5}, r"min_p must lie in \[0, 1\] .* got 1.5"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be positive .* got 0.0"),
         ({"top_p": 0.0}, r"top_p in \(0, 1\], got .*top_p=0.0"),
     ],
 )

@@ -1,12 +1,18 @@
-"""The chat program over a pipe, as a script uses it."""
+"""The chat program over a pipe, as a script uses it; and what a person's ctrl-C does."""
 
 import io
+import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
-from rlhf_jax.chat import find_policy, main
+from rlhf_jax import chat
+from rlhf_jax.chat import main
+from rlhf_jax.inference.interrupts import Interrupts
+from rlhf_jax.inference.places import find_policy, trained_turn_format, turn_format_of
+from rlhf_jax.inference.streaming import TOKENS_A_CALL, Streamer
 
 FLAGS = ("--mesh=1x1", "--temperature=0", "--max-new-tokens=8", "--turn-format={}")
 
@@ -35,9 +41,111 @@ def test_questions_from_a_pipe_are_answered_line_by_line(
     assert out.splitlines() == [answer.text.strip() for answer in answers]
     assert err.splitlines() == [
         "(forgotten)",
-        "there is no command /what: /clear forgets the conversation, /quit leaves",
+        f"there is no command /what: {chat.COMMANDS}",
         "that is 61 tokens, there is room for 56: shorten it",
     ]
+
+
+def test_sampling_flags_and_seeds_are_those_of_generate(llama, run_directory, pipe, capsys) -> None:
+    """The n-th answer has the n-th seed; instructions stand in front."""
+    pipe("w10 w11\n/system w30 w31\nw40\n/system\nw40\n")
+    flags = ("--temperature=0.9", "--top-k=30", "--top-p=0.9", "--min-p=0.02", "--seed=5")
+    assert main([str(run_directory), *FLAGS, *flags, "--repetition-penalty=1.3"]) == 0
+    out, err = capsys.readouterr()
+    settings = {"temperature": 0.9, "top_k": 30, "top_p": 0.9, "min_p": 0.02}
+    settings["repetition_penalty"] = 1.3
+    answers = [
+        llama.generate([prompt], max_new_tokens=8, prompt_length=56, seed=5 + n, **settings)[0]
+        for n, prompt in enumerate(["w10 w11", "w30 w31 w40", "w40"])
+    ]
+    assert out.splitlines() == [answer.text.strip() for answer in answers]
+    assert len(set(out.splitlines())) == 3
+    assert err.splitlines() == ["(the instructions are set)", "(no instructions)"]
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_program(
+    run_directory, llama, monkeypatch, capsys
+) -> None:
+    """The second question is answered; on a terminal alone."""
+    lines = iter(["w10 w11", "w40", None])
+    monkeypatch.setattr(chat, "read_line", lambda interactive: next(lines))
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    first, whole = iter([True, False]), Streamer.tokens
+
+    def tokens(self, prompt, *, seed):
+        interrupted = next(first)
+        for chunk in whole(self, prompt, seed=seed):
+            if interrupted:
+                signal.raise_signal(signal.SIGINT)
+            yield chunk
+
+    monkeypatch.setattr(Streamer, "tokens", tokens)
+    flags = ("--mesh=1x1", "--temperature=0", "--max-new-tokens=24", "--turn-format={}")
+    before = signal.getsignal(signal.SIGINT)
+    assert main([str(run_directory), *flags]) == 0
+    assert signal.getsignal(signal.SIGINT) is before
+    out, err = capsys.readouterr()
+    stopped, second = out.splitlines()
+    one, two = llama.generate(
+        ["w10 w11", "w40"], max_new_tokens=24, temperature=0.0, prompt_length=40
+    )
+    assert one.text.split()[:TOKENS_A_CALL] == stopped.split()
+    assert len(one.text.split()) > TOKENS_A_CALL
+    assert second == two.text.strip()
+    assert "(stopped)" in err.splitlines()
+
+
+def test_a_second_ctrl_c_leaves() -> None:
+    interrupts = Interrupts()
+    with interrupts:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupts.came
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    with interrupts:
+        assert not interrupts.came
+
+
+def test_ctrl_c_in_a_script_ends_it() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job
+    try:
+        with pytest.raises(KeyboardInterrupt), Interrupts(enabled=False):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "turn_format"),
+    [
+        ("Human: start of oukn Assistant:", "Human: {} Assistant:"),
+        ("\n\nHuman: a\nb\n\nAssistant: c\n\nHuman: d\n\nAssistant:",
+         "\n\nHuman: {}\n\nAssistant:"),
+        ("Be kind.\n\nHuman: a\n\nAssistant:", "\n\nHuman: {}\n\nAssistant:"),
+        ("<|im_start|>user\nHuman: x<|im_end|>", ""),
+        ("Once upon", ""),
+    ],
+)  # fmt: skip
+def test_a_transcript_shows_how_questions_are_written(prompt, turn_format) -> None:
+    assert turn_format_of(prompt) == turn_format
+
+
+def test_a_run_is_asked_as_it_was_trained(run_directory, pipe, capsys) -> None:
+    """Its sample tables show how; a half-written last line is not read."""
+    (run_directory / "samples").mkdir()
+    row = json.dumps({"prompt": "Human: w10 Assistant:", "answer": "w11"})
+    (run_directory / "samples" / "ppo.jsonl").write_text(row + "\n" + row[:9])
+    assert trained_turn_format(str(run_directory / "sft")) == "Human: {} Assistant:"
+    pipe("w10\n")
+    assert main([str(run_directory), "--mesh=1x1", "--max-new-tokens=8"]) == 0
+    assert "no chat template" not in capsys.readouterr().err
+
+
+def test_a_base_model_without_a_template_is_told(directory_of, pipe, capsys) -> None:
+    pipe("w10\n")
+    assert main([str(directory_of("llama")), "--mesh=1x1", "--max-new-tokens=8"]) == 0
+    assert "has no chat template, and nothing tells how" in capsys.readouterr().err
 
 
 def test_a_reward_model_is_refused_with_what_to_do(directory_of, pipe, capsys) -> None:

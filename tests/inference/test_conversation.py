@@ -9,22 +9,24 @@ from rlhf_jax.data import world
 from rlhf_jax.data.byte_tokenizer import byte_tokenizer
 from rlhf_jax.data.tokenize import tokenize_prompts
 from rlhf_jax.inference.conversation import (
-    QUICKSTART_FORMAT,
+    TURN_FORMAT,
     Conversation,
     Turn,
-    encode_plain,
-    encode_template,
+    by_template,
+    by_turns,
 )
 
 
 def test_a_question_has_the_ids_of_the_quickstart_s_prompts() -> None:
     records = world.prompt_records("eval")[:12]
     rows, _ = tokenize_prompts(records, byte_tokenizer(), max_length=64, overlong="drop")
-    encode = encode_plain(byte_tokenizer(), QUICKSTART_FORMAT)
+    encode = by_turns(byte_tokenizer(), TURN_FORMAT).encode
     for row in rows:
         question = row.prompt.removeprefix("Human: ").removesuffix(" Assistant:")
-        assert encode([Turn(question)]) == row.tokens.tolist()
-        assert encode([Turn(row.prompt)]) == row.tokens.tolist(), "written in full it is the same"
+        assert encode([Turn(question)], "") == row.tokens.tolist()
+        assert encode([Turn(row.prompt)], "") == row.tokens.tolist(), (
+            "written in full it is the same"
+        )
 
 
 @pytest.mark.parametrize(
@@ -36,23 +38,37 @@ def test_a_question_has_the_ids_of_the_quickstart_s_prompts() -> None:
 )
 def test_turns_stand_behind_each_other(turn_format: str, text: str) -> None:
     tokenizer = byte_tokenizer()
-    encode = encode_plain(tokenizer, turn_format)
-    assert encode([Turn("a", " b\n"), Turn("c")]) == tokenizer.encode(text)
+    encode = by_turns(tokenizer, turn_format).encode
+    turns = [Turn("a", " b\n"), Turn("c")]
+    assert encode(turns, "") == tokenizer.encode(text)
+    gap = "" if turn_format[0].isspace() else " "
+    assert encode(turns, "Be kind.") == tokenizer.encode("Be kind." + gap + text)
+    assert by_turns(tokenizer, turn_format).next_turn == "Human:"
+
+
+def test_a_question_written_as_a_transcript_is_taken_as_it_is() -> None:
+    encode = by_turns(byte_tokenizer(), "\n\nHuman: {}\n\nAssistant:").encode
+    text = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"
+    assert encode([Turn(text)], "") == byte_tokenizer().encode(text)
 
 
 def test_a_format_needs_one_place_for_the_question() -> None:
     for turn_format in ("Human:", "{} {}", ""):
         with pytest.raises(ValueError, match="must have one {}"):
-            encode_plain(byte_tokenizer(), turn_format)
+            by_turns(byte_tokenizer(), turn_format)
 
 
 def conversation(room: int, **options) -> Conversation:
     """A letter is a token."""
     return Conversation(
-        lambda turns: [ord(c) for turn in turns for c in turn.question + (turn.answer or "")],
+        lambda turns, system: [ord(c) for part in (system, *map(said, turns)) for c in part],
         room,
         **options,
     )
+
+
+def said(turn: Turn) -> str:
+    return turn.question + (turn.answer or "")
 
 
 def text(ids: list[int]) -> str:
@@ -78,6 +94,26 @@ def test_a_question_that_does_not_fit_alone_is_an_error() -> None:
         conversation(10).prompt("a" * 11)
 
 
+def test_such_a_question_forgets_nothing() -> None:
+    talk = conversation(10)
+    talk.record("a", "A")
+    with pytest.raises(ValueError, match="shorten it"):
+        talk.prompt("b" * 11)
+    assert text(talk.prompt("b")) == "aAb"
+
+
+def test_instructions_stay_in_front_whatever_is_forgotten() -> None:
+    talk = conversation(8)
+    talk.system = "ss"
+    talk.record("aa", "AA")
+    assert text(talk.prompt("bb")) == "ssaaAAbb"
+    assert text(talk.prompt("bbb")) == "ssbbb"
+    talk.clear()
+    assert text(talk.prompt("b")) == "ssb"
+    talk.system = ""
+    assert text(talk.prompt("b")) == "b"
+
+
 def test_turns_can_stand_alone_and_be_cleared() -> None:
     alone, talk = conversation(10, keeps_history=False), conversation(10)
     for each in (alone, talk):
@@ -90,8 +126,23 @@ def test_turns_can_stand_alone_and_be_cleared() -> None:
 
 
 def test_a_chat_template_gives_the_ids_of_transformers(shared_data) -> None:
-    pytest.importorskip("jinja2")
     directory = shared_data("smollm2-135m-instruct")
     golden = json.loads((directory / "golden.json").read_text())
-    encode = encode_template(AutoTokenizer.from_pretrained(str(directory)))
-    assert encode([Turn("What is the capital of France?")]) == golden["chat_prompt_ids"]
+    tokenizer = AutoTokenizer.from_pretrained(str(directory))
+    encode = by_template(tokenizer).encode
+    assert encode([Turn("What is the capital of France?")], "") == golden["chat_prompt_ids"]
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    want = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    assert encode([Turn("Hi")], "Be kind.") == want["input_ids"]
+
+
+def test_a_template_that_refuses_instructions_is_explained() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+        "{% for message in messages %}{{ message.content }}{% endfor %}"
+    )
+    encode = by_template(tokenizer).encode
+    assert encode([Turn("a")], "") == [97]
+    with pytest.raises(ValueError, match="template cannot be run: no system here"):
+        encode([Turn("a")], "Be kind.")

@@ -59,8 +59,9 @@ def test_published_models_have_their_published_sizes(name, expected):
 def test_vocabulary_and_mlp_are_padded_to_128_whatever_the_mesh():
     assert (OPT.padded_vocab, OPT.padded_mlp) == (128, 128)
     assert (LLAMA.padded_vocab, LLAMA.padded_mlp) == (128, 256)
-    layer = param_specs(LLAMA).layers[0]
-    assert (layer.up_FD.shape, layer.up_FD.rows) == ((256, 48), 172)
+    up = param_specs(LLAMA).layers[0].up_FD
+    assert isinstance(up, ParamSpec)
+    assert (up.shape, up.rows) == ((256, 48), 172)
 
 
 def test_matrices_decay_and_biases_and_norms_do_not():
@@ -98,10 +99,11 @@ def test_heads_that_do_not_divide_are_replicated_and_logged(caplog):
     with caplog.at_level(logging.INFO, logger="meshes.layout"):
         store, compute = store_layout(cfg, mesh), compute_layout(cfg, mesh)
     layer = param_specs(cfg).layers[0]
-    assert store.param_sharding(layer.qkv_ED).spec == P(("tp", "data"), None)
-    assert compute.param_sharding(layer.qkv_ED).spec == P(None, None)
-    assert compute.param_sharding(layer.out_ED).spec == P(None, None)
-    assert compute.param_sharding(layer.up_FD).spec == P("tp", None)
+    qkv, out, up = leaves((layer.qkv_ED, layer.out_ED, layer.up_FD))
+    assert store.param_sharding(qkv).spec == P(("tp", "data"), None)
+    assert compute.param_sharding(qkv).spec == P(None, None)
+    assert compute.param_sharding(out).spec == P(None, None)
+    assert compute.param_sharding(up).spec == P("tp", None)
     assert caplog.messages == [
         "compute: heads has 3 pieces, not a multiple of 2 devices: replicated",
         "compute: qkv has 3 pieces, not a multiple of 2 devices: replicated",

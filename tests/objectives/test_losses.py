@@ -76,6 +76,30 @@ def test_centering_adds_the_mean_square_of_the_scores(tolerance):
     np.testing.assert_allclose(centered.loss - plain.loss, 0.05, **tolerance(np.float32))
 
 
+@pytest.mark.parametrize("span", ["last", "divergence"])
+@pytest.mark.parametrize("margin", [0.0, 0.7, 3.0])
+def test_a_margin_is_taken_off_the_difference_of_the_scores(span, margin, tolerance):
+    """Llama 2's loss; accuracy is still that of the scores."""
+    pairs = pairs_of_scores(1.2, 0.9, margins_B=jnp.asarray([margin]), span=span)
+    expected = np.log1p(np.exp(-(1.2 - 0.9 - margin)))
+    np.testing.assert_allclose(pairs.loss, expected, **tolerance(np.float32))
+    assert pairs.accuracy == 1
+
+
+def test_every_pair_has_its_own_margin(tolerance):
+    """A margin of m is a chosen answer that scores m less, in each row; filler has none."""
+    scores, tokens = normal(0, 2, B, R), jax.random.randint(jax.random.key(1), (2, B, R), 3, 9)
+    margins = jnp.asarray([0.0, 1.0, 2.0, 50.0])
+    rest = (*tokens, jnp.full(B, R), jnp.full(B, R), jnp.asarray([1.0, 1.0, 1.0, 0.0]))
+    pairs = (*scores, *rest)
+    lower = (scores[0] - margins[:, None], *pairs[1:])
+    for span in ("last", "divergence"):
+        loss = partial(pairwise_loss, span=span)
+        found = loss(*pairs, margins_B=margins).loss
+        np.testing.assert_allclose(found, loss(*lower).loss, **tolerance(np.float32))
+        assert found > loss(*pairs).loss
+
+
 def test_divergence_mask_reads_lengths_not_pad_ids():
     """The pad id is the stop token's, 9: rows end with it, one of them cut off before it."""
     chosen, rejected = jnp.asarray([[5, 6, 9, 9], [5, 6, 9, 9]]), jnp.asarray([[5, 6, 9, 9]] * 2)

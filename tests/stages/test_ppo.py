@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlhf_jax.objectives.adaptive import AdaptiveKL
 from rlhf_jax.stages.ppo import minibatches
 from rlhf_jax.stages.ppo_config import PPOConfig
 
@@ -64,5 +65,31 @@ def test_the_order_is_drawn_from_seed_step_and_epoch() -> None:
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PPOConfig(**changes)
+
+
+def test_settings_reach_what_reads_them() -> None:
+    cfg = PPOConfig(
+        kl_coef=0.3, adaptive_kl_target=4.0, adaptive_kl_horizon=50, missing_eos_penalty=1.5,
+        min_p=0.1, repetition_penalty=1.2,
+    )  # fmt: skip
+    assert cfg.adaptive_kl == AdaptiveKL(4.0, 50)
+    assert (cfg.reward_settings.kl_coef, cfg.reward_settings.missing_eos_penalty) == (0.3, 1.5)
+    assert (cfg.sampling.min_p, cfg.sampling.repetition_penalty) == (0.1, 1.2)
+    assert PPOConfig().adaptive_kl is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"adaptive_kl_target": 4.0, "kl_coef": 0.0}, "multiplies kl_coef, which is 0"),
+        ({"adaptive_kl_target": 0.0}, "the target must be above 0"),
+        ({"ptx_coef": -1.0}, "ptx_coef must be at least 0, got -1.0"),
+        ({"min_p": 2.0}, r"min_p must lie in \[0, 1\]"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be positive"),
+    ],
+)
+def test_settings_that_do_nothing_or_harm_are_refused(changes: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PPOConfig(**changes)

@@ -135,3 +135,40 @@ def test_only_the_lengths_of_stages_that_run_are_compared(
         check_models(replace(cfg, **{stage: settings}), model)
     other = (2,) if stage == "sft" else (1,)
     check_models(replace(cfg, **{stage: settings}, step=other), model)
+
+
+@pytest.mark.parametrize("stage", ["sft", "ppo"])
+def test_a_weighted_blend_keeps_its_proportions_in_every_epoch(
+    tmp_path: Path, model: Pretrained, capsys: pytest.CaptureFixture[str], stage: StageName
+) -> None:
+    cfg = config(tmp_path, SHORT, [])
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"prompt": "q ", "completion": "r"}) + "\n", encoding="utf-8")
+    data = replace(cfg.data, data_path=(str(tmp_path), str(other)), data_weights=(1.0, 3.0))
+    run: Any = FakeRun(replace(cfg, data=data, ppo=replace(cfg.ppo, batch_size=4)))
+    loader = ppo_data(run, model).train if stage == "ppo" else sft_data(run, model)[0]
+    assert f"{stage}: an epoch has 3 of {tmp_path}, 8 of {other}" in capsys.readouterr().out
+    first: list[int] = []
+    for step in range(4 * loader.num_batches):
+        batch: Any = loader.batch(step)
+        tokens = batch.tokens_BP if stage == "ppo" else batch.tokens_BT
+        real = tokens[batch.valid_B > 0]
+        first += real[:, 1].tolist()
+    assert (first.count(ord("p")), first.count(ord("q"))) == (12, 32)
+
+
+def test_a_weighted_source_whose_rows_are_all_too_long_is_named(
+    tmp_path: Path, model: Pretrained
+) -> None:
+    cfg = config(tmp_path, SHORT, [])
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps(LONG[0]) + "\n", encoding="utf-8")
+    data = replace(cfg.data, data_path=(str(tmp_path), str(long)), data_weights=(1.0, 1.0))
+    with pytest.raises(ValueError, match=r"leaves no train row of .*long\.jsonl, which has a we"):
+        read_rows(replace(cfg, data=data), "sft", model, tokenize_sft)
+
+
+def test_a_source_without_pairs_stops_step_2(tmp_path: Path, model: Pretrained) -> None:
+    cfg = config(tmp_path, [{"prompt": "p", "completion": "c"}] * 4, [])
+    with pytest.raises(ValueError, match="prompt\\+completion, which stage reward cannot use"):
+        read_rows(cfg, "reward", model, TOKENIZE["reward"])

@@ -32,3 +32,21 @@ def test_a_run_that_diverged_still_ends_with_its_summary(
 )
 def test_perplexity_is_infinite_beyond_a_float(loss: float, expected: float) -> None:
     assert perplexity(loss) == pytest.approx(expected, nan_ok=True)
+
+
+def test_a_run_with_dpo_says_what_it_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def judged(right: float) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
+        shares = {"all": {"right": right, "wrong": 0.25, "unhelpful": 0.75 - right}}
+        return {"judged": {"sampled": shares, "greedy": shares}}
+
+    results = {"before": judged(0.25), "after": judged(0.75), "eval/rewards/accuracies": 0.875}
+    (tmp_path / "summary.json").write_text(json.dumps({"dpo": results}))
+    (tmp_path / "dpo").mkdir()
+    print_summary(tmp_path, 1.0)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "dpo held-out accuracy 0.875" in out
+    assert "DPO changed the share of right answers by +50.0 points sampled" in out
+    assert "after DPO, a Hugging Face directory" in out
+    assert "python -m rlhf_jax.chat" in out

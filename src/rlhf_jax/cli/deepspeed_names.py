@@ -7,7 +7,14 @@ listed. Every name below stands in docs/flags.md, which a test checks.
 from dataclasses import dataclass
 from typing import Literal
 
-type Rule = Literal["as_given", "rows_per_device", "micro_rows_per_device", "checkpointing"]
+type Rule = Literal[
+    "as_given",
+    "rows_per_device",
+    "micro_rows_per_device",
+    "checkpointing",
+    "tensorboard",
+    "adapters",
+]
 
 
 @dataclass(frozen=True)
@@ -16,32 +23,65 @@ class Target:
 
     `rows_per_device`: times the devices of the mesh. `micro_rows_per_device`: also times
     `gradient_accumulation_steps`, since DeepSpeed counts the rows of one accumulated part.
-    `checkpointing`: a switch, as `full` or `none`.
+    `checkpointing`: a switch, as `full` or `none`. `tensorboard`: a switch, as that
+    tracker or none.
+    `adapters`: a rank, whose `alpha` becomes DeepSpeed-Chat's 1 unless it is given. `also` are
+    further fields that get the same value.
     """
 
     path: str
     rule: Rule = "as_given"
     note: str = ""
+    also: tuple[str, ...] = ()
+
+
+def _adapters(names: str, path: str) -> dict[str, Target]:
+    """The names of one model's adapters: `names` stands in front of theirs, `path` of ours."""
+    return {
+        f"{names}lora_dim": Target(f"{path}.dim", "adapters"),
+        f"{names}lora_module_name": Target(f"{path}.modules"),
+        f"{names}lora_learning_rate": Target(f"{path}.learning_rate"),
+    }
 
 
 RENAMED: dict[str, Target] = {
     "sft.model_name_or_path": Target("actor_model"),
     "reward.model_name_or_path": Target("reward_model"),
+    "dpo.model_name_or_path": Target("actor_model"),
     "ppo.actor_model_name_or_path": Target("actor_model"),
     "ppo.critic_model_name_or_path": Target("reward_model"),
     "sft.per_device_train_batch_size": Target("sft.batch_size", "micro_rows_per_device"),
     "reward.per_device_train_batch_size": Target("reward.batch_size", "micro_rows_per_device"),
+    "dpo.per_device_train_batch_size": Target("dpo.batch_size", "micro_rows_per_device"),
     "ppo.per_device_generation_batch_size": Target("ppo.batch_size", "rows_per_device"),
     "ppo.per_device_training_batch_size": Target("ppo.minibatch_size", "rows_per_device"),
     "sft.gradient_checkpointing": Target("sft.remat", "checkpointing"),
     "reward.gradient_checkpointing": Target("reward.remat", "checkpointing"),
+    "dpo.gradient_checkpointing": Target("dpo.remat", "checkpointing"),
     "ppo.actor_gradient_checkpointing": Target("ppo.remat", "checkpointing"),
     "ppo.critic_gradient_checkpointing": Target("ppo.remat", "checkpointing"),
     "ppo.learning_rate": Target(
         "ppo.actor_learning_rate",
         note="it is the actor's rate; the critic's is --ppo.critic-learning-rate",
     ),
+    **_adapters("sft.", "sft.lora"),
+    **_adapters("reward.", "reward.lora"),
+    **_adapters("dpo.", "dpo.lora"),
+    **_adapters("ppo.actor_", "ppo.actor_lora"),
+    **_adapters("ppo.critic_", "ppo.critic_lora"),
+    "sft.only_optimize_lora": Target("sft.lora.only"),
+    "reward.only_optimize_lora": Target("reward.lora.only"),
+    "dpo.only_optimize_lora": Target("dpo.lora.only"),
+    "ppo.only_optimize_lora": Target("ppo.actor_lora.only", also=("ppo.critic_lora.only",)),
+    "ppo.pin_parameters": Target("ppo.pin_rollout"),
+    "ppo.enable_ema": Target("ppo.ema.enable"),
+    "ppo.unsup_coef": Target("ppo.ptx_coef"),
+    "ppo.unsupervised_dataset_name": Target("ppo.ptx_path"),
     "eval_iters": Target("eval_batches"),
+    "enable_tensorboard": Target("report_to", "tensorboard"),
+    "test_stop_step": Target(
+        "ppo.max_steps", note="it ends step 3 after so many iterations, skipped ones included"
+    ),
 }
 
 ONE_SWITCH = {"ppo.actor_gradient_checkpointing", "ppo.critic_gradient_checkpointing"}
@@ -51,11 +91,15 @@ VALUES: dict[str, dict[str, str]] = {
     "dtype": {"bf16": "bfloat16", "fp32": "float32"},
     "sft.lr_scheduler_type": {"constant_with_warmup": "constant"},
     "reward.lr_scheduler_type": {"constant_with_warmup": "constant"},
+    "dpo.lr_scheduler_type": {"constant_with_warmup": "constant"},
     "ppo.lr_scheduler_type": {"constant_with_warmup": "constant"},
 }
 """Other spellings of values, by field."""
 
-OPT_SIZES = ("125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b")
+EMPTY: dict[str, tuple[tuple[str, ...], ...]] = {"report_to": (("none",),)}
+"""Values that stand for no value at all, by field."""
+
+OPT_SIZES = ("125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b", "175b")
 
 _SHARDED = "parameters, gradients and optimizer state are always fully sharded (ZeRO-3)"
 _CACHE = "the KV cache lives inside one generation and is freed with it"
@@ -68,7 +112,11 @@ NOT_NEEDED: dict[str, str] = {
     "zero_stage": _SHARDED,
     "enable_hybrid_engine": "the engine always trains and generates on the same buffers",
     "release_inference_cache": _CACHE,
-    "unpin_actor_parameters": "nothing is pinned without --ppo.pin-rollout",
+    "max_out_tokens": "the KV cache has room for --ppo.max-prompt-seq-len and "
+    "--ppo.max-answer-seq-len tokens",
+    "unpin_actor_parameters": "weights that are gathered for a generation are freed with it, "
+    "unless --ppo.pin-rollout keeps them",
+    "enable_cuda_graph": "XLA makes CUDA graphs of kernels by itself",
     "tp_gather_partition_size": "XLA schedules the gathers",
     "local_rank": "one process drives all devices of its node",
     "deepspeed": _DEEPSPEED,
@@ -80,41 +128,31 @@ NOT_NEEDED: dict[str, str] = {
     "print_loss": "losses are logged every --log-interval steps",
     "data_output_path": "tokenized rows are not cached on disk",
     "per_device_eval_batch_size": "evaluation uses the training batch size",
+    "add_eot_token": "answers end in the tokenizer's EOS, by its id, in every step",
+    "enable_test_mode": "--test-stop-step ends step 3 by itself",
 }
 """Accepted, with a printed note that gives this reason."""
 
 NOT_YET: dict[str, str] = {
-    "enable_ema": "the moving average of the actor",
-    "unsup_coef": "the pretraining mixture (PTX)",
-    "unsupervised_dataset_name": "the pretraining mixture (PTX)",
-    "unsupervised_dataset_config_name": "the pretraining mixture (PTX)",
-    "lora_dim": "LoRA",
-    "lora_module_name": "LoRA",
-    "lora_learning_rate": "LoRA",
-    "only_optimize_lora": "LoRA",
-    "actor_lora_dim": "LoRA",
-    "actor_lora_module_name": "LoRA",
-    "actor_lora_learning_rate": "LoRA",
-    "critic_lora_dim": "LoRA",
-    "critic_lora_module_name": "LoRA",
-    "critic_lora_learning_rate": "LoRA",
     "enable_mixed_precision_lora": "quantized base weights (MixZ++)",
     "offload": "offloading to host memory",
-    "offload_reference_model": "offloading to host memory",
-    "offload_reward_model": "offloading to host memory",
-    "dropout": "dropout",
-    "actor_dropout": "dropout",
-    "critic_dropout": "dropout",
-    "enable_tensorboard": "TensorBoard (metrics.jsonl holds every metric)",
-    "tensorboard_path": "TensorBoard (metrics.jsonl holds every metric)",
-    "add_eot_token": "an added end-of-text token",
-    "eot_token": "an added end-of-text token",
-    "beta": "DPO",
-    "label_smoothing": "DPO",
-    "deepspeed_config": "reading a DeepSpeed configuration (every setting has its own flag)",
-    "enable_test_mode": "the test mode (--max-steps=N stops a stage early)",
-    "test_stop_step": "the test mode (--max-steps=N stops a stage early)",
 }
 """Refused as not implemented, unless the value given turns it off."""
+
+_DROPOUT = (
+    "dropout is never applied (adapters have --sft.lora.dropout and the like): PPO compares "
+    "probabilities of one model, which dropout makes two"
+)
+
+REFUSED: dict[str, str] = {
+    "dropout": _DROPOUT,
+    "actor_dropout": _DROPOUT,
+    "critic_dropout": _DROPOUT,
+    "eot_token": "answers end in the EOS that the model's tokenizer names",
+    "unsupervised_dataset_config_name": "it stands behind the name, "
+    "--unsupervised-dataset-name=owner/name:config",
+    "deepspeed_config": "DeepSpeed's JSON is not read, every setting has its own flag",
+}
+"""Refused for this reason, unless the value given turns it off."""
 
 OFF_VALUES = {"0", "0.0", "false", "none"}

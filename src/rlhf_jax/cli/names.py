@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-from rlhf_jax.cli.deepspeed_names import NOT_NEEDED, NOT_YET, RENAMED, Target
+from rlhf_jax.cli.deepspeed_names import NOT_NEEDED, NOT_YET, REFUSED, RENAMED, Target
 from rlhf_jax.cli.fields import config_fields, flag_of
 from rlhf_jax.cli.tokens import Given
-from rlhf_jax.stages.config import STAGE_NUMBERS, StageName, TrainConfig
+from rlhf_jax.stages.config import STAGES, StageName, TrainConfig
 
 FIELDS = config_fields(TrainConfig())
 """Every field of the config; the values are those of no recipe."""
@@ -24,15 +24,16 @@ NAMES: dict[str, Target] = {path: Target(path) for path in (*FIELDS, *OWN_FLAGS)
 def resolve_name(given: Given, stages: Sequence[StageName]) -> tuple[str, bool]:
     """The key in NAMES for what was given, and whether it was negated (`--ppo.no-train-eos`).
 
-    A name without a stage in front belongs to the only stage that has it, or else to the only
-    running one that has it.
+    A name without its stage in front (`learning_rate`, `lora.dim`) belongs to the only field that
+    ends in it, or else to the only one of a running stage. Of nested fields the outer one counts:
+    `learning_rate` is not `lora.learning_rate`.
 
     Raises:
         ValueError: unknown; or several running stages have it, or none of those that have it runs.
     """
     negated = _positive(given.name)
     for name, negative in ((given.name, False), (negated, True)):
-        owners = [name] if name in NAMES else [full for full in NAMES if _leaf(full) == name]
+        owners = [name] if name in NAMES else _owners(name)
         if len(owners) > 1:
             owners = [_running_owner(given, owners, stages)]
         if owners:
@@ -44,6 +45,13 @@ def _positive(name: str) -> str:
     """`ppo.no_train_eos` as `ppo.train_eos`; empty where nothing is negated."""
     parent, dot, leaf = name.rpartition(".")
     return f"{parent}{dot}{leaf.removeprefix('no_')}" if leaf.startswith("no_") else ""
+
+
+def _owners(name: str) -> list[str]:
+    """The names that end in this one, those with the fewest parts."""
+    found = [full for full in NAMES if name and full.endswith(f".{name}")]
+    depth = min((full.count(".") for full in found), default=0)
+    return [full for full in found if full.count(".") == depth]
 
 
 def _leaf(name: str) -> str:
@@ -71,10 +79,10 @@ def _running_owner(given: Given, owners: list[str], stages: Sequence[StageName])
 
 
 def _steps(stages: Sequence[StageName]) -> str:
-    numbers = [number for number, stage in STAGE_NUMBERS.items() if stage in stages]
-    if len(numbers) == 1:
-        return f"only step {numbers[0]} runs"
-    return f"steps {', '.join(map(str, numbers[:-1]))} and {numbers[-1]} run"
+    steps = [str(step) for step, stage in STAGES.items() if stage in stages]
+    if len(steps) == 1:
+        return f"only step {steps[0]} runs"
+    return f"steps {', '.join(steps[:-1])} and {steps[-1]} run"
 
 
 def _spelled(names: Sequence[str], given: Given) -> str:
@@ -85,7 +93,7 @@ def _unknown(given: Given) -> str:
     kind = f"unknown flag {given.label}"
     if given.file:
         kind = f"{given.file}: unknown key {given.name}"
-    everything = [*NAMES, *(_leaf(name) for name in NAMES), *NOT_NEEDED, *NOT_YET]
+    everything = [*NAMES, *(_leaf(name) for name in NAMES), *NOT_NEEDED, *NOT_YET, *REFUSED]
     near = get_close_matches(given.name, everything, n=1, cutoff=0.6)
     if not near:
         return f"{kind}: --help lists all flags, docs/flags.md DeepSpeed-Chat's"

@@ -17,12 +17,21 @@ from rlhf_jax.cli.settings import Setting, Settings, collect, field_values
 from rlhf_jax.cli.tokens import Given, split_argv
 from rlhf_jax.cli.values import read_value, replace_fields
 from rlhf_jax.models.tiny import QUICKSTART
-from rlhf_jax.recipes.catalog import RECIPES, make_recipe
-from rlhf_jax.stages.config import STAGE_NUMBERS, StageName, TrainConfig
+from rlhf_jax.recipes.catalog import (
+    DEEPSPEED_CHAT,
+    DEPLOYMENTS,
+    RECIPES,
+    deployed_recipe,
+    make_recipe,
+    under_rules,
+)
+from rlhf_jax.recipes.opt import DEVICES, Deployment
+from rlhf_jax.stages.config import STAGES, StageName, TrainConfig
 
 PROG = "python -m rlhf_jax.train"
 HELP_FLAGS = ("-h", "--help")
-DEPLOYMENTS = ("single_gpu", "single_node", "multi_node")
+DEFAULT_ACTOR = "facebook/opt-1.3b"
+"""DeepSpeed-Chat's, where --deployment-type and a reward model are given alone."""
 
 
 def parse(argv: Sequence[str] | None = None) -> TrainConfig:
@@ -50,9 +59,7 @@ def resolve(argv: Sequence[str]) -> tuple[TrainConfig, list[str]]:
     filed = _read_config_flag(typed)
     stages = _stages(typed, filed)
     settings = collect(filed, stages, notes) | collect(typed, stages, notes)
-    recipe = _recipe_name(settings)
-    base = make_recipe(recipe)
-    _apply_deployment(settings, recipe, notes)
+    base = _base(settings, notes)
     _tell_models(settings, base, stages, notes)
     return _set_fields(settings, base, notes), notes
 
@@ -66,12 +73,12 @@ def _stages(typed: list[Given], filed: list[Given]) -> tuple[StageName, ...]:
     """Which stages run: flat names depend on it, so it is known before all else."""
     for given in [*typed, *filed]:
         if given.name == "step":
-            names: dict[str, StageName] = {str(n): stage for n, stage in STAGE_NUMBERS.items()}
+            names: dict[str, StageName] = {str(step): stage for step, stage in STAGES.items()}
             if not given.values or not set(given.values) <= set(names):
                 got = " ".join(given.values) or "nothing"
-                raise ValueError(f"{given.label} takes any of 1 2 3, got {got}")
+                raise ValueError(f"{given.label} takes any of 1 2 3, or dpo, got {got}")
             return tuple(names[value] for value in given.values)
-    return tuple(STAGE_NUMBERS.values())
+    return TrainConfig().stages
 
 
 def _recipe_name(settings: Settings) -> str:
@@ -84,22 +91,47 @@ def _recipe_name(settings: Settings) -> str:
     return QUICKSTART
 
 
-def _apply_deployment(settings: Settings, recipe: str, notes: list[str]) -> None:
-    """`--deployment-type` as a mesh: one device, or all of them."""
-    setting = settings.get("deployment_type")
-    if setting is None:
-        return
-    kind, label = setting.values[0], setting.given.label
-    if kind not in DEPLOYMENTS:
-        raise ValueError(f"{label} is one of {', '.join(DEPLOYMENTS)}, got {kind!r}")
+def _base(settings: Settings, notes: list[str]) -> TrainConfig:
+    """The recipe that flags change. With `--deployment-type` it follows the actor, unless another
+    one is named: `deepspeed-chat` then gives its rules to the settings of that size.
+    """
+    name = _recipe_name(settings)
+    if "deployment_type" not in settings:
+        return make_recipe(name)
+    label = settings["deployment_type"].given.label
+    kind = _deployment(settings["deployment_type"].values[0], label)
+    follows = name == DEEPSPEED_CHAT or (name == "opt" and "recipe" not in settings)
+    picked, why = name, "the one that was named" if "recipe" in settings else "the default"
+    if follows:
+        actor = settings["actor_model"].values[0] if "actor_model" in settings else DEFAULT_ACTOR
+        picked, why = deployed_recipe(kind, actor)
+        why += f", for {DEVICES[kind]} device{'s' if DEVICES[kind] > 1 else ''}"
+    base = make_recipe(picked)
+    where = _deployed_mesh(settings, base, kind, label)
+    notes.append(
+        f"{label}={kind}: the mesh is {where}; sizes and rates are the recipe {picked}'s ({why})"
+    )
+    return under_rules(name, base) if follows else base
+
+
+def _deployment(text: str, label: str) -> Deployment:
+    for kind in DEPLOYMENTS:
+        if kind == text:
+            return kind
+    raise ValueError(f"{label} is one of {', '.join(DEPLOYMENTS)}, got {text!r}")
+
+
+def _deployed_mesh(settings: Settings, base: TrainConfig, kind: Deployment, label: str) -> str:
+    """The mesh of a deployment in words; for one device it is set."""
     mesh = settings["mesh"].values[0] if "mesh" in settings else "None"
-    if kind == "single_gpu" and mesh == "None":
-        settings["mesh"] = Setting(setting.given, "mesh", ("1x1",))
-    elif kind == "single_gpu" and parse_mesh(mesh).num_devices > 1:
-        raise ValueError(f"{label}=single_gpu contradicts --mesh={mesh}: give one of them")
-    shape = {"single_gpu": "1x1", "single_node": "all devices of this node, as Nx1"}
-    where = shape.get(kind, "all devices of all nodes, as Nx1") if mesh == "None" else mesh
-    notes.append(f"{label}={kind}: the mesh is {where}; sizes and rates are the recipe {recipe}'s")
+    if kind == "single_gpu":
+        if mesh == "None":
+            settings["mesh"] = Setting(settings["deployment_type"].given, "mesh", ("1x1",))
+        elif parse_mesh(mesh).num_devices > 1:
+            raise ValueError(f"{label}=single_gpu contradicts --mesh={mesh}: give one of them")
+        return "1x1"
+    mesh = base.mesh if mesh == "None" else mesh
+    return mesh or f"all devices of {'this node' if kind == 'single_node' else 'all nodes'}, as Nx1"
 
 
 def _tell_models(
@@ -107,7 +139,8 @@ def _tell_models(
 ) -> None:
     """Say which reward model is taken where only the actor was named."""
     named = "actor_model" in settings and "reward_model" not in settings
-    if named and stages != ("sft",) and base.reward_model != QUICKSTART:
+    rewarded = {"reward", "ppo"} & set(stages)
+    if named and rewarded and base.reward_model != QUICKSTART:
         notes.append(f"the reward model is {base.reward_model}: --reward-model names another")
 
 
@@ -116,7 +149,9 @@ def _set_fields(settings: Settings, base: TrainConfig, notes: list[str]) -> Trai
     return replace_fields(
         base,
         {
-            path: read_value(fields[path], texts, settings[path].given.label)
+            path: read_value(
+                fields[path], texts, settings[path].given.label if path in settings else path
+            )
             for path, texts in field_values(settings, fields, notes).items()
         },
     )
@@ -126,7 +161,8 @@ def _about() -> str:
     """Paragraphs above the flags in --help."""
     return "\n\n".join(
         (
-            "RLHF in three steps: supervised fine-tuning, a reward model, PPO.",
+            "RLHF in three steps: supervised fine-tuning, a reward model, PPO; or DPO in place of "
+            "the last two (--step 1 dpo).",
             f"--recipe={{{','.join(RECIPES)}}} picks the settings that flags change; "
             "without it quickstart, or opt when a model is named.",
             "--config=FILE.yaml sets the same names. Flags override it.",

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from meshes.layout import parse_mesh
 from rlhf_jax.cli.deepspeed_names import (
+    EMPTY,
     NOT_NEEDED,
     NOT_YET,
     OFF_VALUES,
     ONE_SWITCH,
     OPT_SIZES,
+    REFUSED,
     VALUES,
     Target,
 )
@@ -51,7 +53,7 @@ def collect(givens: Iterable[Given], stages: Sequence[StageName], notes: list[st
     for given in givens:
         if given.name in NOT_NEEDED:
             notes.append(f"{given.label} is not needed: {NOT_NEEDED[given.name]}")
-        elif given.name in NOT_YET:
+        elif given.name in NOT_YET or given.name in REFUSED:
             _refuse_unless_off(given)
         else:
             _add(settings, _setting(given, stages))
@@ -59,10 +61,11 @@ def collect(givens: Iterable[Given], stages: Sequence[StageName], notes: list[st
 
 
 def _refuse_unless_off(given: Given) -> None:
-    if not given.values or any(value.lower() not in OFF_VALUES for value in given.values):
-        raise ValueError(
-            f"{given.label} is not implemented yet: {NOT_YET[given.name]}. Leave it out"
-        )
+    if given.values and all(value.lower() in OFF_VALUES for value in given.values):
+        return
+    if given.name in REFUSED:
+        raise ValueError(f"{given.label} is not offered: {REFUSED[given.name]}. Leave it out")
+    raise ValueError(f"{given.label} is not implemented yet: {NOT_YET[given.name]}. Leave it out")
 
 
 def _setting(given: Given, stages: Sequence[StageName]) -> Setting:
@@ -71,12 +74,14 @@ def _setting(given: Given, stages: Sequence[StageName]) -> Setting:
     field = FIELDS.get(target.path)
     if target.rule == "checkpointing":
         values = ("full" if _switch(given, negated) else "none",)
+    elif target.rule == "tensorboard":
+        values = ("tensorboard",) if _switch(given, negated) else ()
     elif field is not None and field.is_bool:
         values = (str(_switch(given, negated)),)
     elif negated:
         raise ValueError(f"{given.label}: only a switch can be negated, {flag_of(name)} is none")
     elif field is not None and field.is_sequence:
-        values = given.values
+        values = () if given.values in EMPTY.get(target.path, ()) else given.values
     else:
         values = (_spelling(given, target.path, field),)
     return Setting(given, name, values)
@@ -116,19 +121,24 @@ def _model(given: Given, value: str) -> str:
 
 
 def _add(settings: Settings, setting: Setting) -> None:
-    path = setting.target.path
-    first = settings.get(path)
-    if first is not None and {first.name, setting.name} != ONE_SWITCH:
+    for path in (setting.target.path, *setting.target.also):
+        if path in settings:
+            _check_twice(settings[path], setting, path)
+        settings[path] = setting
+
+
+def _check_twice(first: Setting, setting: Setting, path: str) -> None:
+    """ValueError for two names of one field, unless both may be given and agree."""
+    if {first.name, setting.name} != ONE_SWITCH:
         here, there = setting.given.label, first.given.label
         if here == there:
             raise ValueError(f"{here} is given twice: give it once")
         raise ValueError(f"{there} and {here} both set {flag_of(path)}: give one of them")
-    if first is not None and first.values != setting.values:
+    if first.values != setting.values:
         raise ValueError(
             f"{first.given.label} and {setting.given.label} contradict each other: one switch, "
             f"{flag_of(path)}, serves actor and critic"
         )
-    settings[path] = setting
 
 
 def field_values(
@@ -142,6 +152,11 @@ def field_values(
         values[path] = setting.values
         if setting.target.rule in ("rows_per_device", "micro_rows_per_device"):
             values[path] = (str(_total_rows(setting, settings, defaults, notes)),)
+        alpha = path.removesuffix("dim") + "alpha"
+        adapters = setting.target.rule == "adapters" and setting.values != ("0",)
+        if adapters and alpha not in settings:
+            values[alpha] = ("1.0",)
+            notes.append(f"{setting.given.label}: {flag_of(alpha)}=1, which is DeepSpeed-Chat's")
         if setting.target.note:
             notes.append(f"{setting.given.label}: {setting.target.note}")
     return values

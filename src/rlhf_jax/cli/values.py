@@ -13,15 +13,18 @@ from rlhf_jax.cli.fields import ConfigField
 
 
 def read_value(field: ConfigField, texts: tuple[str, ...], label: str) -> object:
-    """What tyro reads for the field's type; ValueError naming `label` where the text is none."""
+    """The value of the field's type; ValueError naming `label` where the text is none."""
     if field.type is str:
         return texts[0]
     if field.is_bool:
         return texts == ("True",)
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            value = tyro.cli(field.type, args=texts, add_help=False)
-    except SystemExit:
+        if field.type in (int, float):  # tyro takes milliseconds for each
+            value = field.type(texts[0])
+        else:
+            with contextlib.redirect_stderr(io.StringIO()):
+                value = tyro.cli(field.type, args=texts, add_help=False)
+    except (ValueError, SystemExit):
         value = math.nan
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{label} must be {field.type_text}, got {' '.join(texts)!r}")

@@ -32,10 +32,17 @@ class TextBatch:
 
 @flax.struct.dataclass
 class PairBatch:
-    """Row b of `chosen` and of `rejected` answer the same prompt; both have the same shape."""
+    """Row b of `chosen` and of `rejected` answer the same prompt; both have the same shape.
+
+    Attributes:
+        chosen: prompts and the better answers.
+        rejected: prompts and the other answers.
+        margin_B: float32, by how much the scores should differ; 0 where the data do not say.
+    """
 
     chosen: TextBatch
     rejected: TextBatch
+    margin_B: np.ndarray
 
 
 @flax.struct.dataclass
@@ -67,6 +74,7 @@ def collate_pairs(rows: Sequence[PairRow], batch_size: int, *, length: int) -> P
     return PairBatch(
         chosen=_text_batch([row.chosen for row in rows], prompt_lengths, batch_size, length),
         rejected=_text_batch([row.rejected for row in rows], prompt_lengths, batch_size, length),
+        margin_B=_fill([row.margin for row in rows], batch_size, np.float32),
     )
 
 
@@ -153,10 +161,10 @@ def _pad(tokens: Sequence[np.ndarray], batch_size: int, length: int) -> np.ndarr
     return padded
 
 
-def _fill(values: Sequence[int], batch_size: int) -> np.ndarray:
+def _fill(values: Sequence[float], batch_size: int, dtype: type = np.int32) -> np.ndarray:
     """`values`, then the first of them again up to `batch_size`."""
     assert 0 < len(values) <= batch_size
-    filled = np.full(batch_size, values[0], np.int32)
+    filled = np.full(batch_size, values[0], dtype)
     filled[: len(values)] = values
     return filled
 

@@ -2,17 +2,21 @@
 
 Its rule (`dschat/utils/data/data_utils.py`): each source is permuted and cut by `data_split`, one
 part a stage; the parts of several sources are concatenated and permuted once more. Sizes are
-natural, there are no weights. Equal seeds give equal rows.
+natural, unless `data_weights` (which it has not) ask for proportions: those are the loader's to
+keep, from the source numbers in the records. Equal seeds give equal rows.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import numpy as np
 
-from rlhf_jax.data.records import Record, Stage
+from rlhf_jax.data.mixture import shares
+from rlhf_jax.data.records import Example, Stage
+from rlhf_jax.data.render import ChatFormat
 from rlhf_jax.data.sources import QUICKSTART, Source, load_source
+from rlhf_jax.data.tokenize import Overlong
 
 STAGE_INDEX: dict[Stage, int] = {"sft": 0, "reward": 1, "ppo": 2}
 """Which part of `data_split` belongs to a stage."""
@@ -23,20 +27,30 @@ class DataConfig:
     """What to train on.
 
     Attributes:
-        data_path: sources for all stages, blended: `quickstart`, files, folders or Hub ids.
+        data_path: sources for all stages, blended: `quickstart`, files, folders, Hub ids, or any
+            of the last three as `NAME@PATH`, to be read as that data set of the catalog.
+        data_weights: how much of each source an epoch holds, for every one of `data_path` and then
+            of `sft_only_data_path`; empty: all of its rows, once.
         sft_only_data_path: sources that only supervised fine-tuning sees, all of their rows.
         data_split: shares of the sft, reward and ppo stage in the rows of every source, `2,4,4`;
             empty: no split, every stage sees all rows.
         eval_fraction: share of the rows held out from a source that has no eval split. 0: none.
-        overlong: rows over the maximum length are dropped, or cut to it.
+        overlong: rows over the maximum length are dropped, cut to it, or lose the oldest turns of
+            their prompt, whole, until they fit.
+        chat_format: conversations are written out by the model's chat template, or as
+            `Human:`/`Assistant:` transcripts.
+        margins: whether margins in the data widen the reward model's loss; else they are ignored.
         max_rows: at most this many train and this many eval rows a stage, taken after the blend.
     """
 
     data_path: tuple[str, ...] = (QUICKSTART,)
+    data_weights: tuple[float, ...] = ()
     sft_only_data_path: tuple[str, ...] = ()
     data_split: str = "2,4,4"
     eval_fraction: float = 0.1
-    overlong: Literal["drop", "cut"] = "drop"
+    overlong: Literal["drop", "cut", "cut_turns"] = "drop"
+    chat_format: Literal["template", "human_assistant"] = "template"
+    margins: bool = True
     max_rows: int | None = None
 
     def __post_init__(self) -> None:
@@ -50,19 +64,48 @@ class DataConfig:
             )
         if not 0 <= self.eval_fraction < 1:
             raise ValueError(f"eval_fraction={self.eval_fraction}: it must be in [0, 1)")
-        if self.overlong not in ("drop", "cut"):
-            raise ValueError(f"overlong={self.overlong!r}: it must be drop or cut")
+        check_choice("overlong", self.overlong, get_args(Overlong.__value__))
+        check_choice("chat_format", self.chat_format, get_args(ChatFormat.__value__))
+        self._check_weights()
         if self.max_rows is not None and self.max_rows < 1:
             raise ValueError(f"max_rows={self.max_rows}: it must be at least 1, or none for all")
+
+    def _check_weights(self) -> None:
+        sources = len(self.data_path) + len(self.sft_only_data_path)
+        if self.data_weights and len(self.data_weights) != sources:
+            raise ValueError(
+                f"data_weights has {len(self.data_weights)} weights for {sources} sources: give "
+                "one for each of data_path and then of sft_only_data_path, or none"
+            )
+        for weight in self.data_weights:
+            if not 0 < weight < float("inf"):
+                raise ValueError(
+                    f"data_weights={self.data_weights}: {weight} is no weight, they are above 0 "
+                    "(a source without weight is left out of data_path)"
+                )
+
+
+def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
+    """ValueError unless a setting has one of the allowed values."""
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}: it must be one of {', '.join(allowed)}")
 
 
 @dataclass(frozen=True)
 class StageRecords:
-    """The text of one stage. `notes` says, a line a source, what was read, dropped and split."""
+    """The text of one stage.
 
-    train: list[Record]
-    eval: list[Record]
+    Attributes:
+        train: examples to train on.
+        eval: examples held out.
+        notes: a line a source: what was read, dropped and split.
+        weights: of the sources whose numbers the train records have; empty: natural sizes.
+    """
+
+    train: list[Example]
+    eval: list[Example]
     notes: tuple[str, ...]
+    weights: tuple[float, ...] = ()
 
 
 def split_shares(data_split: str) -> list[float]:
@@ -120,33 +163,40 @@ def load_stage_records(config: DataConfig, stage: Stage, *, seed: int) -> StageR
         FileNotFoundError: as `load_source`.
     """
     parts = [_load_part(path, config, config.data_split, stage, seed) for path in config.data_path]
-    train, held_out = (rows if len(parts) == 1 else _shuffled(rows, seed) for rows in _join(parts))
-    if stage == "sft" and config.sft_only_data_path:
+    only: list[_Part] = []
+    if stage == "sft":
         only = [_load_part(path, config, "", stage, seed) for path in config.sft_only_data_path]
-        more_train, more_held_out = _join(only)
-        parts += only
-        train = _shuffled([*train, *more_train], seed)
-        held_out = _shuffled([*held_out, *more_held_out], seed)
+    held_out = _blended([part.eval for part in parts], [part.eval for part in only], seed)
+    weights = config.data_weights[: len(parts) + len(only)]
+    if weights:
+        train = _numbered([*parts, *only], weights, config.max_rows)
+    else:
+        train = _blended([part.train for part in parts], [part.train for part in only], seed)
+        train = train[: config.max_rows]
     if not train:
         raise ValueError(
             f"data_split={config.data_split!r} leaves stage {stage} none of the rows of "
             f"{', '.join(config.data_path)}: give it a larger share, or more rows"
         )
-    notes = tuple(part.note for part in parts)
-    return StageRecords(train[: config.max_rows], held_out[: config.max_rows], notes)
+    notes = tuple(part.note for part in [*parts, *only])
+    return StageRecords(
+        train[: None if weights else config.max_rows], held_out[: config.max_rows], notes, weights
+    )
 
 
 @dataclass(frozen=True)
 class _Part:
     """One stage's rows of one source."""
 
-    train: list[Record]
-    eval: list[Record]
+    train: list[Example]
+    eval: list[Example]
     note: str
 
 
 def _load_part(path: str, config: DataConfig, data_split: str, stage: Stage, seed: int) -> _Part:
     source = _require(load_source(path, split="train", stage=stage))
+    if not config.margins:
+        source = replace(source, records=[replace(row, margin=None) for row in source.records])
     train = source.records
     own_eval = load_source(path, split="eval", stage=stage)
     if own_eval is not None:
@@ -165,18 +215,37 @@ def _load_part(path: str, config: DataConfig, data_split: str, stage: Stage, see
     return _Part(train, held_out, note)
 
 
-def _share(rows: list[Record], data_split: str, stage: Stage, seed: int) -> list[Record]:
+def _share(rows: list[Example], data_split: str, stage: Stage, seed: int) -> list[Example]:
     if not data_split:
         return _shuffled(rows, seed)
     return [rows[i] for i in split_indices(len(rows), data_split, STAGE_INDEX[stage], seed)]
 
 
-def _join(parts: Sequence[_Part]) -> tuple[list[Record], list[Record]]:
-    train = [row for part in parts for row in part.train]
-    return train, [row for part in parts for row in part.eval]
+def _blended(
+    parts: Sequence[list[Example]], only: Sequence[list[Example]], seed: int
+) -> list[Example]:
+    """All rows once: those of `parts` permuted, and once more where `only` adds its own."""
+    rows = [row for part in parts for row in part]
+    rows = rows if len(parts) == 1 else _shuffled(rows, seed)
+    return _shuffled([*rows, *(row for part in only for row in part)], seed) if only else rows
 
 
-def _shuffled(rows: list[Record], seed: int) -> list[Record]:
+def _numbered(
+    parts: Sequence[_Part], weights: Sequence[float], max_rows: int | None
+) -> list[Example]:
+    """Rows that know their source, source by source; `max_rows` are shared out by weight."""
+    for part in parts:
+        if not part.train:
+            raise ValueError(f"{part.note}: nothing to give its weight to, so leave it out")
+    limits: Sequence[int | None] = shares(max_rows, weights) if max_rows else [None] * len(parts)
+    return [
+        replace(row, source=number)
+        for number, (part, limit) in enumerate(zip(parts, limits, strict=True))
+        for row in part.train[:limit]
+    ]
+
+
+def _shuffled(rows: list[Example], seed: int) -> list[Example]:
     return [rows[i] for i in permutation(len(rows), seed)]
 
 

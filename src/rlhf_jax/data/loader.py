@@ -6,14 +6,16 @@ from typing import SupportsIndex
 
 import numpy as np
 
+from rlhf_jax.data.mixture import Mixture
+
 
 class Loader[Batch]:
     """Random access to the global batches of endless, reshuffled epochs.
 
     Step s is batch `s % num_batches` of epoch `s // num_batches`; an epoch visits every row once
-    in an order drawn from `(seed, epoch)`. The last batch of an epoch may have too few rows; it is
-    filled up with rows of valid 0. To resume, go on with `batches(step, …)`: neither the number of
-    processes nor what was read before matters.
+    (in a weighted blend: the rows that `Mixture` says) in an order drawn from `(seed, epoch)`. The
+    last batch of an epoch may have too few rows; it is filled up with rows of valid 0. To resume,
+    go on with `batches(step, …)`: neither the number of processes nor what was read before matters.
     """
 
     def __init__[Row](
@@ -25,6 +27,7 @@ class Loader[Batch]:
         seed: int,
         shuffle: bool = True,
         group_of: Callable[[Row], int] | None = None,
+        mixture: Mixture | None = None,
     ):
         """Set up; nothing is read yet.
 
@@ -36,6 +39,7 @@ class Loader[Batch]:
             shuffle: False keeps the order of `rows`, the same in every epoch.
             group_of: rows of equal value share batches (a batch mixes two values only where one
                 group ends and the next begins); the order of the batches is shuffled then.
+            mixture: how often the rows of each source are seen; None: each once an epoch.
         """
         if not len(rows):
             raise ValueError("the loader has no rows: give a data set with at least one")
@@ -43,11 +47,14 @@ class Loader[Batch]:
             raise ValueError(f"batch_size={batch_size}: it must be at least 1")
         if group_of is not None and not shuffle:
             raise ValueError("group_of reorders rows: it needs shuffle=True")
+        if mixture is not None and not shuffle:
+            raise ValueError("a mixture draws rows: it needs shuffle=True")
         self.batch_size = batch_size
         self.num_rows = len(rows)
         self.num_batches = -(-len(rows) // batch_size)
         self._seed = seed
         self._shuffle = shuffle
+        self._mixture = mixture
         self._groups = None if group_of is None else np.array([group_of(row) for row in rows])
         self._collate = lambda indices: collate([rows[i] for i in indices], batch_size)
         # Prefetching threads ask for batches of at most two epochs at a time.
@@ -79,7 +86,8 @@ class Loader[Batch]:
         if not self._shuffle:
             return self._cut(order)
         rng = np.random.default_rng((self._seed, epoch))
-        order = rng.permutation(order)
+        drawn = order if self._mixture is None else self._mixture.order(epoch, self._seed)
+        order = rng.permutation(drawn)
         if self._groups is None:
             return self._cut(order)
         batches = self._cut(order[np.argsort(self._groups[order], kind="stable")])

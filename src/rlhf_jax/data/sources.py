@@ -1,27 +1,26 @@
-"""Rows of text from where they lie: built in, a file, a folder of files, or the Hub.
+"""Where rows of text lie: built in, a file, a folder of files, or the Hub.
 
 A path is tried as `quickstart` (built in), then as a local file or folder, then as a Hub id
-(`owner/name` or `owner/name:config`). Files are JSON lines, JSON, Parquet or plain text.
+(`owner/name` or `owner/name:config`). `NAME@PATH` reads it as a data set of `catalog.CATALOG`.
 """
 
-import gzip
-import json
 import re
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from rlhf_jax.data.records import Record, Shape, Stage, require_stage, shape_for
+from rlhf_jax.data.catalog import CATALOG, Entry
+from rlhf_jax.data.files import FORMATS, Table, dataset_table, file_table, format_of
+from rlhf_jax.data.reading import BY_COLUMNS, naming_of, read_table
+from rlhf_jax.data.records import Example, Stage, require_stage
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
 type Split = Literal["train", "eval"]
-type Rows = Iterator[tuple[int, Mapping[str, object]]]
 
 QUICKSTART = "quickstart"
 SPLIT_NAMES: dict[Split, tuple[str, ...]] = {
@@ -42,15 +41,20 @@ class Source:
         path: as the user wrote it.
         records: what was kept, in the order of the source.
         dropped: why rows were left out, and how many for each reason.
+        entry: of the catalog, by which its rows were read; None: by their columns.
     """
 
     path: str
-    records: list[Record]
+    records: list[Example]
     dropped: Mapping[str, int] = field(default_factory=dict)
+    entry: str | None = None
 
     def __str__(self) -> str:
+        named = f" of {self.entry}" if self.entry and self.entry != self.path else ""
+        margins = any(record.margin is not None for record in self.records)
+        named += " with margins" if margins else ""
         lost = "".join(f", {n} dropped ({why})" for why, n in sorted(self.dropped.items()))
-        return f"{self.path}: {len(self.records)} rows{lost}"
+        return f"{self.path}: {len(self.records)} rows{named}{lost}"
 
 
 def load_source(path: str, *, split: Split, stage: Stage) -> Source | None:
@@ -65,17 +69,23 @@ def load_source(path: str, *, split: Split, stage: Stage) -> Source | None:
     """
     if path == QUICKSTART:
         return _quickstart(split, stage)
-    tables = _tables(path, split)
+    naming = naming_of(path)
+    tables = _tables(naming.path, split, naming.entry)
     if tables is None:
         return None
-    parts = [_read(table, stage) for table in tables]
+    parts = [read_table(table, stage, naming) for table in tables]
     records = list(chain.from_iterable(part.records for part in parts))
     dropped = sum((Counter(part.dropped) for part in parts), Counter[str]())
-    source = Source(path, records, dict(dropped))
+    source = Source(path, records, dict(dropped), parts[0].entry)
     if not records:
         why = f"all its rows were dropped: {source}" if dropped else "it holds no rows"
         raise ValueError(f"{path}: the {split} data set is empty ({why}). Give a path with rows")
     return source
+
+
+def local_path(path: str) -> Path:
+    """Where a data path lies if it is a local one."""
+    return Path(naming_of(path).path).expanduser()
 
 
 def _quickstart(split: Split, stage: Stage) -> Source:
@@ -83,87 +93,46 @@ def _quickstart(split: Split, stage: Stage) -> Source:
 
     records = world.load_records(split, stage)
     require_stage(records, stage, QUICKSTART)
-    return Source(QUICKSTART, records)
+    return Source(QUICKSTART, list[Example](records))
 
 
-@dataclass(frozen=True)
-class _Table:
-    """Rows of one file or Hub split, with their numbers; `columns` None: those of the first row."""
-
-    where: str
-    unit: Literal["line", "row"]
-    rows: Rows
-    columns: tuple[str, ...] | None = None
-
-
-def _read(table: _Table, stage: Stage) -> Source:
-    """Convert every row in the shape of the first one."""
-    numbered = table.rows
-    columns = table.columns
-    if columns is None:
-        first = next(numbered, None)
-        if first is None:
-            return Source(table.where, [])
-        columns, numbered = tuple(first[1]), chain([first], numbered)
-    shape = shape_for(columns, stage, table.where)
-    records: list[Record] = []
-    dropped: Counter[str] = Counter()
-    for number, row in numbered:
-        values = _text_columns(row, shape, f"{table.where}, {table.unit} {number}")
-        record = "a value is null" if values is None else shape.convert(values)
-        if isinstance(record, str):
-            dropped[record] += 1
-        else:
-            records.append(record)
-    return Source(table.where, records, dropped)
-
-
-def _text_columns(row: Mapping[str, object], shape: Shape, where: str) -> dict[str, str] | None:
-    """The shape's columns of a row; None when one of them is null."""
-    values: dict[str, str] = {}
-    for name in shape.columns:
-        if name not in row:
-            raise ValueError(
-                f"{where}: column {name!r} is missing. The first row is {shape.name}; "
-                f"this one has: {', '.join(sorted(row)) or 'nothing'}"
-            )
-        value = row[name]
-        if value is None:
-            return None
-        if not isinstance(value, str):
-            raise ValueError(
-                f"{where}: column {name!r} holds a {type(value).__name__}, not text. "
-                "Write conversations out as text with the model's chat template first"
-            )
-        values[name] = value
-    return values
-
-
-def _tables(path: str, split: Split) -> list[_Table] | None:
+def _tables(path: str, split: Split, entry: Entry | None) -> list[Table] | None:
     """Where the rows of a split lie; None when there is no eval split."""
+    names = entry.splits.get(split, SPLIT_NAMES[split]) if entry else SPLIT_NAMES[split]
     local = Path(path).expanduser()
+    by_name = entry if entry and path == entry.name else None
+    if by_name and by_name.folder and not local.exists():
+        local = Path(by_name.folder)
     if local.is_file():
-        return [_file_table(local)] if split == "train" else None
+        return [file_table(local)] if split == "train" else None
     if local.is_dir():
-        return _folder_tables(local, split)
-    hub = _HUB_ID.fullmatch(path)
-    if hub is None or _format_of(local) is not None:
-        raise FileNotFoundError(
-            f"{path}: no such file or folder ({local.absolute()}), and no Hub id either: one is "
-            f"written owner/name or owner/name:config. Built-in data is called {QUICKSTART!r}"
-        )
-    return _dataset_tables(_fetch(hub["name"], hub["config"], path), path, split)
+        return _folder_tables(local, split, names)
+    hub = _HUB_ID.fullmatch(by_name.hub if by_name and by_name.hub else path)
+    if hub is None or format_of(local) is not None:
+        raise FileNotFoundError(_not_found(path, local))
+    config = hub["config"] or (entry.config if entry else None)
+    data_dir = entry.data_dir if entry else None
+    return _dataset_tables(_fetch(hub["name"], config, data_dir, path), path, split, names)
 
 
-def _folder_tables(folder: Path, split: Split) -> list[_Table] | None:
+def _not_found(path: str, local: Path) -> str:
+    known = ", ".join(entry.name for entry in CATALOG)
+    at = f"Names in front of @ are {BY_COLUMNS}, {known}. " if "@" in path else ""
+    return (
+        f"{path}: no such file or folder ({local.absolute()}), and no Hub id either: one is "
+        f"written owner/name or owner/name:config. {at}Built-in data is called {QUICKSTART!r}"
+    )
+
+
+def _folder_tables(folder: Path, split: Split, names: Sequence[str]) -> list[Table] | None:
     """`train.*` and `eval.*` in the folder or its `data/`; or what `save_to_disk` wrote."""
     if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
         from datasets import load_from_disk
 
-        return _dataset_tables(load_from_disk(folder), str(folder), split)
-    for name in SPLIT_NAMES[split]:
+        return _dataset_tables(load_from_disk(folder), str(folder), split, names)
+    for name in names:
         for inside in (folder, folder / "data"):
-            files = sorted(file for file in inside.glob(f"{name}*") if _is_split(file, name))
+            files = sorted(file for file in inside.glob(f"*{name}*") if _is_split(file, name))
             whole = [file.name for file in files if not _SHARD.search(file.name)]
             if whole and len(files) > 1:
                 raise ValueError(
@@ -171,28 +140,36 @@ def _folder_tables(folder: Path, split: Split) -> list[_Table] | None:
                     f"{', '.join(file.name for file in files)}. Keep one, or name the file itself"
                 )
             if files:
-                return [_file_table(file) for file in files]
+                return [file_table(file) for file in files]
     if split == "eval":
         return None
+    shards = sorted(folder.glob("data-*-of-*.arrow"))
+    if shards:
+        return [file_table(file) for file in shards]
     there = ", ".join(sorted(file.name for file in folder.iterdir())[:10]) or "nothing"
     raise FileNotFoundError(
-        f"{folder}: no train.* or data/train.* ({', '.join(_FORMATS)}, each also .gz but Parquet). "
-        f"The folder holds: {there}. Name the file itself, or call it train.*"
+        f"{folder}: no {names[0]}.* or data/{names[0]}.* ({', '.join(FORMATS)}, each also .gz but "
+        f"Parquet and Arrow). The folder holds: {there}. Name the file itself, or call it "
+        f"{names[0]}.*"
     )
 
 
 def _is_split(file: Path, name: str) -> bool:
-    """`train.jsonl.gz`, or a shard as the Hub writes it: `train-00000-of-00002.parquet`."""
+    """`train.jsonl.gz`; a shard as the Hub writes it, `train-00000-of-00002.parquet`; or, of a
+    cache of `datasets`, `name-train.arrow`.
+    """
     stem, _, suffix = _SHARD.sub("", file.name).partition(".")
-    return stem == name and f".{suffix}".removesuffix(".gz") in _FORMATS
+    cached = suffix == "arrow" and stem.endswith(f"-{name}")
+    known = f".{suffix}".removesuffix(".gz") in FORMATS
+    return known and (stem == name or cached)
 
 
-def _fetch(name: str, config: str | None, path: str) -> "DatasetDict":
+def _fetch(name: str, config: str | None, data_dir: str | None, path: str) -> "DatasetDict":
     import datasets
     from datasets.exceptions import DatasetsError
 
     try:
-        found = datasets.load_dataset(name, config)
+        found = datasets.load_dataset(name, config, data_dir=data_dir)
     # RuntimeError is what `datasets` raises for data sets that come as a script.
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         raise FileNotFoundError(
@@ -203,113 +180,16 @@ def _fetch(name: str, config: str | None, path: str) -> "DatasetDict":
     return found
 
 
-def _dataset_tables(found: "Dataset | DatasetDict", path: str, split: Split) -> list[_Table] | None:
+def _dataset_tables(
+    found: "Dataset | DatasetDict", path: str, split: Split, names: Sequence[str]
+) -> list[Table] | None:
     """The table of a split of what the `datasets` library read."""
     splits = {str(key): value for key, value in found.items()} if isinstance(found, dict) else {}
     if not isinstance(found, dict):
-        splits = {"train": found}
-    for name in SPLIT_NAMES[split]:
+        splits = {names[0]: found} if split == "train" else {}
+    for name in names:
         if name in splits:
-            return [_dataset_table(splits[name], f"{path} ({name})")]
+            return [dataset_table(splits[name], f"{path} ({name})")]
     if split == "eval":
         return None
-    raise ValueError(f"{path}: it has no split `train`, only: {', '.join(splits)}")
-
-
-def _dataset_table(dataset: "Dataset", where: str) -> _Table:
-    return _Table(where, "row", enumerate(dataset), tuple(dataset.column_names))  # pyright: ignore[reportArgumentType]
-
-
-def _file_table(file: Path) -> _Table:
-    suffix = _format_of(file)
-    if suffix is None:
-        raise ValueError(
-            f"{file}: files of this kind are not read. Allowed are {', '.join(_FORMATS)}, "
-            "each also with .gz but Parquet"
-        )
-    return _FORMATS[suffix](file)
-
-
-def _format_of(file: Path) -> str | None:
-    """The key in `_FORMATS` for a file's name, which may end in .gz."""
-    suffixes = [suffix.lower() for suffix in file.suffixes]
-    if suffixes[-1:] == [".gz"] and suffixes[-2:-1] != [".parquet"]:
-        suffixes.pop()
-    return suffixes[-1] if suffixes and suffixes[-1] in _FORMATS else None
-
-
-def _json_lines(file: Path) -> _Table:
-    return _Table(str(file), "line", _parse_lines(file, _lines(file)))
-
-
-def _json(file: Path) -> _Table:
-    """A JSON array of objects; or, as many `.json` files are written, one object a line."""
-    content = b"".join(_lines(file))
-    if not content.lstrip().startswith(b"["):
-        return _Table(str(file), "line", _parse_lines(file, content.splitlines()))
-    rows = _parse(content, str(file))
-    assert isinstance(rows, list)
-    for number, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise ValueError(f"{file}, row {number}: a {type(row).__name__}, not a JSON object")
-    return _Table(str(file), "row", enumerate(rows))
-
-
-def _parquet(file: Path) -> _Table:
-    import datasets
-    from datasets.exceptions import DatasetsError
-
-    try:
-        found = datasets.load_dataset("parquet", data_files=str(file), split="train")
-    # ValueError and OSError are the base of what Arrow raises.
-    except (DatasetsError, ValueError, OSError) as error:
-        raise ValueError(f"{file}: not a Parquet file that can be read: {error}") from error
-    assert isinstance(found, datasets.Dataset)
-    return _dataset_table(found, str(file))
-
-
-def _plain_text(file: Path) -> _Table:
-    """Each line that is not blank is one row `text`."""
-    lines = ((number, line.decode().rstrip("\r\n")) for number, line in enumerate(_lines(file), 1))
-    return _Table(str(file), "line", ((number, {"text": line}) for number, line in lines if line))
-
-
-_FORMATS: dict[str, Callable[[Path], _Table]] = {
-    ".jsonl": _json_lines,
-    ".json": _json,
-    ".parquet": _parquet,
-    ".txt": _plain_text,
-}
-
-
-def _lines(file: Path) -> Iterator[bytes]:
-    with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as stream:
-        try:
-            yield from stream
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise ValueError(f"{file}: damaged, or not gzip: {error}") from error
-
-
-def _parse_lines(file: Path, lines: Iterable[bytes]) -> Rows:
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"{file}, line {number}"
-        row = _parse(line, where)
-        if not isinstance(row, dict):
-            raise ValueError(f"{where}: a {type(row).__name__}, not a JSON object")
-        yield number, row
-
-
-def _parse(content: bytes, where: str) -> object:
-    """JSON of one line or of a whole file."""
-    try:
-        return json.loads(content)
-    except json.JSONDecodeError as error:
-        place = where if ", line " in where else f"{where}, line {error.lineno}"
-        raise ValueError(
-            f"{place}: malformed JSON, {error.msg} at character {error.colno}. Every row is one "
-            'object, like {"prompt": "…", "completion": "…"}'
-        ) from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: not UTF-8 text: {error}") from error
+    raise ValueError(f"{path}: it has no split `{names[0]}`, only: {', '.join(splits)}")

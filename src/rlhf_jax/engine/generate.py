@@ -1,6 +1,7 @@
 """Prefill and decode as one program over the parameters that training updates."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import flax.struct
 import jax
@@ -8,12 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshes.layout import Layout
-from meshes.reshard import reshard_params
-from rlhf_jax.engine.sampling import SamplingConfig, sample
+from rlhf_jax.engine.sampling import SamplingConfig, sample, seen_tokens
+from rlhf_jax.models.adapted import merge, settled
 from rlhf_jax.models.cache import KVCache
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.decoder import decode_step, prefill
 from rlhf_jax.models.layers import logits_from_hidden
+from rlhf_jax.models.lora import reshard_model
 from rlhf_jax.models.params import Params, param_specs
 from rlhf_jax.models.scoring import take_window
 
@@ -31,9 +33,27 @@ class Rollout:
     ended_B: jax.Array
 
 
+@dataclass(frozen=True)
+class Decoding:
+    """What is static about a generation: the model, where it decodes, and how tokens are drawn.
+
+    Adapters stay beside their weights unless `merge_adapters`: a sum in bfloat16 loses updates
+    below its spacing. Merged, a token costs no more than without adapters.
+    """
+
+    cfg: ModelConfig
+    layout: Layout
+    sampling: SamplingConfig
+    stop_ids: tuple[int, ...]
+    merge_adapters: bool = False
+
+
 @flax.struct.dataclass
 class LoopState:
-    """What one decode step reads and writes. `[R, B]` arrays are filled row by row."""
+    """What one decode step reads and writes. `[R, B]` arrays are filled row by row.
+
+    `seen_BV` holds the tokens of prompt and answer, where repetition is penalised.
+    """
 
     cache: KVCache
     index: jax.Array
@@ -42,91 +62,109 @@ class LoopState:
     lengths_B: jax.Array
     last_B: jax.Array
     done_B: jax.Array
+    seen_BV: jax.Array | None
 
 
 def generate(
-    params: Params[jax.Array],
-    prompts_BP: jax.Array,
-    prompt_lengths_B: jax.Array,
-    sample_ids_B: jax.Array,
-    active_B: jax.Array,
-    cfg: ModelConfig,
-    layout: Layout,
-    sampling: SamplingConfig,
-    stop_ids: tuple[int, ...],
-    *,
-    key: jax.Array,
+    params: Params[jax.Array], prompts: Any, decoding: Decoding, *, key: jax.Array
 ) -> Rollout:
-    """Answers to right-padded prompts. Traced inside jit; `params` come in STORE.
+    """Answers to a `PromptBatch`. Traced inside jit; `params` come in STORE.
 
     The change of layout happens here, inside the program: equal layouts cost nothing, and a
-    gathered copy dies with it. Rows that are not `active_B` stay empty. The loop ends when every
-    row has ended.
+    gathered copy dies with it. Rows that are not valid stay empty. The loop ends when every row
+    has ended.
     """
-    params = reshard_params(params, param_specs(cfg), layout)
-    state = first_token(
-        params, prompts_BP, prompt_lengths_B, sample_ids_B, active_B,
-        cfg, layout, sampling, stop_ids, key=key,
-    )  # fmt: skip
-
-    def step(state: LoopState) -> LoopState:
-        # A finished row has no position: it neither writes to the cache nor reads it.
-        position = jnp.where(state.done_B, -1, prompt_lengths_B + state.index - 1)
-        hidden, cache = decode_step(params, state.last_B, position, state.cache, cfg, layout)
-        logits = logits_from_hidden(params, hidden, cfg)
-        token, logprob = sample(
-            logits, sample_ids_B, state.index, sampling, stop_ids, layout, key=key
-        )
-        return record(replace(state, cache=cache), token, logprob, stop_ids)
-
-    state = lax.while_loop(
-        lambda state: (state.index < sampling.max_new_tokens) & ~state.done_B.all(), step, state
-    )
-    ended = is_stop(state.last_B, stop_ids) & active_B
+    sampling, stop_ids = decoding.sampling, decoding.stop_ids
+    params = for_decoding(params, decoding.cfg, decoding.layout, decoding.merge_adapters)
+    state = first_token(params, prompts, decoding, key=key)
+    state = decode_until(params, prompts, state, sampling.max_new_tokens, decoding, key=key)
+    ended = is_stop(state.last_B, stop_ids) & (prompts.valid_B > 0)
     return Rollout(state.tokens_RB.T, state.logprobs_RB.T, state.lengths_B, ended)
 
 
-def first_token(
+def decode_until(
     params: Params[jax.Array],
-    prompts_BP: jax.Array,
-    prompt_lengths_B: jax.Array,
-    sample_ids_B: jax.Array,
-    active_B: jax.Array,
-    cfg: ModelConfig,
-    layout: Layout,
-    sampling: SamplingConfig,
-    stop_ids: tuple[int, ...],
+    prompts: Any,
+    state: LoopState,
+    limit: int | jax.Array,
+    decoding: Decoding,
     *,
     key: jax.Array,
 ) -> LoopState:
+    """Token after token, until every row has ended or has `limit` of them; `params` as
+    `for_decoding` returns them.
+    """
+    cfg, layout = decoding.cfg, decoding.layout
+
+    def step(state: LoopState) -> LoopState:
+        # A finished row has no position: it neither writes to the cache nor reads it.
+        position = jnp.where(state.done_B, -1, prompts.lengths_B + state.index - 1)
+        hidden, cache = decode_step(params, state.last_B, position, state.cache, cfg, layout)
+        logits = logits_from_hidden(params, hidden, cfg)
+        state = replace(state, cache=cache)
+        return record(state, logits, prompts.sample_ids_B, decoding, key=key)
+
+    return lax.while_loop(lambda state: (state.index < limit) & ~state.done_B.all(), step, state)
+
+
+def for_decoding(
+    params: Params[jax.Array], cfg: ModelConfig, layout: Layout, merge_adapters: bool
+) -> Params[jax.Array]:
+    """The model in `layout`. Adapters are merged where they lie, shard by shard, before weights
+    are gathered.
+    """
+    if merge_adapters:
+        params = merge(params)
+    return settled(reshard_model(params, param_specs(cfg), layout))
+
+
+def first_token(
+    params: Params[jax.Array], prompts: Any, decoding: Decoding, *, key: jax.Array
+) -> LoopState:
     """Prefill, and the first token of every row."""
-    length = prompts_BP.shape[1] + sampling.max_new_tokens
+    cfg, layout, sampling = decoding.cfg, decoding.layout, decoding.sampling
+    tokens_BP, lengths_B = prompts.tokens_BP, prompts.lengths_B
+    length = tokens_BP.shape[1] + sampling.max_new_tokens
     with jax.named_scope("prefill"):
-        hidden, cache = prefill(params, prompts_BP, length, cfg, layout)
-        last = take_window(hidden, jnp.maximum(prompt_lengths_B - 1, 0), 1, layout)[:, 0]
+        hidden, cache = prefill(params, tokens_BP, length, cfg, layout)
+        last = take_window(hidden, jnp.maximum(lengths_B - 1, 0), 1, layout)[:, 0]
         logits = logits_from_hidden(params, last, cfg)
-    token, logprob = sample(logits, sample_ids_B, jnp.int32(0), sampling, stop_ids, layout, key=key)
-    shape = (sampling.max_new_tokens, token.shape[0])
+    seen = None
+    if sampling.penalises:
+        seen = seen_tokens(tokens_BP, lengths_B, logits.shape[1], layout)
+    shape = (sampling.max_new_tokens, tokens_BP.shape[0])
     rows = layout.sharding(None, "batch")
     state = LoopState(
         cache=cache,
         index=jnp.int32(0),
         tokens_RB=jnp.zeros(shape, jnp.int32, out_sharding=rows),
         logprobs_RB=jnp.zeros(shape, jnp.float32, out_sharding=rows),
-        lengths_B=jnp.zeros_like(token),
-        last_B=jnp.zeros_like(token),
-        done_B=~active_B,
+        lengths_B=jnp.zeros_like(lengths_B),
+        last_B=jnp.zeros_like(lengths_B),
+        done_B=prompts.valid_B <= 0,
+        seen_BV=seen,
     )
-    return record(state, token, logprob, stop_ids)
+    return record(state, logits, prompts.sample_ids_B, decoding, key=key)
 
 
 def record(
-    state: LoopState, token_B: jax.Array, logprob_B: jax.Array, stop_ids: tuple[int, ...]
+    state: LoopState,
+    logits_BV: jax.Array,
+    sample_ids_B: jax.Array,
+    decoding: Decoding,
+    *,
+    key: jax.Array,
 ) -> LoopState:
-    """Appends one token to every row that has not ended."""
+    """Draws a token for every row that has not ended, and appends it."""
+    token_B, logprob_B = sample(
+        logits_BV, sample_ids_B, state.index, decoding.sampling, decoding.stop_ids,
+        decoding.layout, state.seen_BV, key=key,
+    )  # fmt: skip
     token_B = jnp.where(state.done_B, 0, token_B)
     logprob_B = jnp.where(state.done_B, 0.0, logprob_B)
-    here = (state.index, 0)
+    here, seen = (state.index, 0), state.seen_BV
+    if seen is not None:
+        seen = seen | (jnp.arange(seen.shape[1])[None] == token_B[:, None])
     return replace(
         state,
         index=state.index + 1,
@@ -134,7 +172,8 @@ def record(
         logprobs_RB=lax.dynamic_update_slice(state.logprobs_RB, logprob_B[None], here),
         lengths_B=state.lengths_B + ~state.done_B,
         last_B=jnp.where(state.done_B, state.last_B, token_B),
-        done_B=state.done_B | is_stop(token_B, stop_ids),
+        done_B=state.done_B | is_stop(token_B, decoding.stop_ids),
+        seen_BV=seen,
     )
 
 

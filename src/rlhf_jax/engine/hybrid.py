@@ -5,16 +5,15 @@ import functools
 import jax
 
 from meshes.layout import Layout
-from meshes.reshard import put_batch, reshard_params
+from meshes.reshard import put_batch
 from rlhf_jax.data.batches import PromptBatch
-from rlhf_jax.engine.generate import Rollout, generate
+from rlhf_jax.engine.generate import Decoding, Rollout, for_decoding, generate
 from rlhf_jax.engine.sampling import SamplingConfig
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.params import (
     Params,
     compute_layout,
     generate_layout,
-    param_specs,
     store_layout,
 )
 
@@ -23,20 +22,27 @@ class HybridEngine:
     """Layouts and compiled programs of one decoder on one mesh.
 
     Generation reads the very buffers that the update wrote: nothing is copied between them, and
-    nothing here holds parameters unless `pin` is called.
+    nothing here holds parameters unless `pin` is called. With `merge_adapters` it decodes with
+    adapters merged into a copy of their weights, made anew in every generation (or by `pin`).
     """
 
     def __init__(
-        self, cfg: ModelConfig, mesh: jax.sharding.Mesh, stop_ids: tuple[int, ...]
+        self,
+        cfg: ModelConfig,
+        mesh: jax.sharding.Mesh,
+        stop_ids: tuple[int, ...],
+        *,
+        merge_adapters: bool = False,
     ) -> None:
         self.cfg = cfg
         self.mesh = mesh
         self.stop_ids = stop_ids
+        self.merge_adapters = merge_adapters
         self.store: Layout = store_layout(cfg, mesh)
         self.compute: Layout = compute_layout(cfg, mesh)
         self.rollout: Layout = generate_layout(cfg, mesh)
         self._generate = functools.cache(self._compile_generate)
-        self._gather = jax.jit(lambda p: reshard_params(p, param_specs(cfg), self.rollout))
+        self._gather = jax.jit(lambda p: for_decoding(p, cfg, self.rollout, merge_adapters))
 
     def generate(
         self,
@@ -55,9 +61,7 @@ class HybridEngine:
         self.check_batch(batch.tokens_BP.shape, sampling)
         rows = put_batch(batch, self.rollout)
         with jax.set_mesh(self.mesh):
-            return self._generate(sampling)(
-                params, rows.tokens_BP, rows.lengths_B, rows.sample_ids_B, rows.valid_B, key
-            )
+            return self._generate(sampling)(params, rows, key=key)
 
     def pin(self, params: Params[jax.Array]) -> Params[jax.Array]:
         """A gathered copy for several generations between two updates. It owns its buffers, so an
@@ -83,10 +87,5 @@ class HybridEngine:
             )
 
     def _compile_generate(self, sampling: SamplingConfig):
-        def run(params, tokens, lengths, sample_ids, valid, key) -> Rollout:
-            return generate(
-                params, tokens, lengths, sample_ids, valid > 0,
-                self.cfg, self.rollout, sampling, self.stop_ids, key=key,
-            )  # fmt: skip
-
-        return jax.jit(run)
+        decoding = Decoding(self.cfg, self.rollout, sampling, self.stop_ids, self.merge_adapters)
+        return jax.jit(functools.partial(generate, decoding=decoding))

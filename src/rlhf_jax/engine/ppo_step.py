@@ -1,6 +1,6 @@
 """PPO's two programs: scoring a rollout, and one update of actor and critic together."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import flax.struct
@@ -10,15 +10,17 @@ import optax
 
 from meshes.layout import Layout
 from meshes.reshard import local_shards
+from rlhf_jax.data.batches import TextBatch
 from rlhf_jax.engine.generate import Rollout
 from rlhf_jax.engine.state import TrainState, apply_gradients
-from rlhf_jax.engine.step import Metrics, all_finite, gradients
+from rlhf_jax.engine.step import Metrics, all_finite, fold_step, gradients
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.decoder import Remat, forward
 from rlhf_jax.models.params import Params, ScalarModel
 from rlhf_jax.models.scoring import scalar_scores, score_tokens, take_window
+from rlhf_jax.objectives.adaptive import AdaptiveKL, Control, adapt_kl_coef, scale_scores
 from rlhf_jax.objectives.experience import Experience, RewardSettings, build_experience
-from rlhf_jax.objectives.losses import policy_loss, value_loss
+from rlhf_jax.objectives.losses import policy_loss, prediction_mask, sft_loss, value_loss
 from rlhf_jax.objectives.masked import length_mask, masked_mean
 from rlhf_jax.objectives.rewards import standardize_scores
 
@@ -35,16 +37,19 @@ class UpdateSettings:
     target_kl: float | None
     num_parts: int
     remat: Remat
+    ptx_coef: float = 0.0
 
 
 @flax.struct.dataclass
 class Scorers:
-    """The four models that score a rollout. The actor serves only `old_logprobs="train"`."""
+    """The models that score a rollout. The actor serves only `old_logprobs="train"`; without a
+    reward model the score is what comes from outside.
+    """
 
     actor: Params[jax.Array]
     reference: Params[jax.Array]
     critic: ScalarModel[jax.Array]
-    reward: ScalarModel[jax.Array]
+    reward: ScalarModel[jax.Array] | None
 
 
 @dataclass(frozen=True)
@@ -57,13 +62,21 @@ class ModelOnMesh:
 
 @dataclass(frozen=True)
 class ScoringSettings:
-    """How a rollout becomes experience; static under jit."""
+    """How a rollout becomes experience; static under jit.
+
+    The reward model's scores are standardised with `score_mean` and `score_std` and multiplied by
+    `reward_model_weight`. `adaptive_kl` serves where the `Control` has a KL coefficient,
+    `center_scores` where it has moments.
+    """
 
     reward: RewardSettings
     temperature: float
     score_mean: float
     score_std: float
     recompute_logprobs: bool
+    reward_model_weight: float = 1.0
+    adaptive_kl: AdaptiveKL | None = None
+    center_scores: bool = False
 
 
 def join_rows(
@@ -110,14 +123,19 @@ def score_rollout(
     models: Scorers,
     prompts: Any,
     rollout: Rollout,
+    extra_scores_B: jax.Array | None,
+    control: Control,
+    *,
     actor: ModelOnMesh,
     critic: ModelOnMesh,
+    reward: ModelOnMesh | None = None,
     settings: ScoringSettings,
-) -> tuple[Experience, Metrics]:
+) -> tuple[Experience, Control, Metrics]:
     """Reference log-probabilities, values and rewards of a rollout: its experience and metrics.
 
-    The reward is read at the answer's last token, or, where the stop token is not trained
-    (DeepSpeed-Chat), at the last one before it.
+    `extra_scores_B` are added to the reward model's scores, and `control` is what this batch used
+    on the way in, and what the next one uses on the way out. `reward` is None where the reward
+    model has the critic's sizes.
     """
     layout = actor.layout
     rollout = jax.tree.map(
@@ -138,11 +156,14 @@ def score_rollout(
     values = take_window(
         row_scores(models.critic, tokens, critic), starts - 1, num_answer, critic.layout
     )
-    last = starts + rollout.lengths_B - 1
-    if not settings.reward.train_eos:
-        last = last - rollout.ended_B
-    raw = take_window(row_scores(models.reward, tokens, critic), jnp.maximum(last, 0), 1, layout)
-    raw = raw[:, 0]
+    place = critic if reward is None else reward
+    scores = answer_scores(models.reward, tokens, starts, rollout, place, settings)
+    if extra_scores_B is not None:
+        scores = extra_scores_B if scores is None else scores + extra_scores_B
+    assert scores is not None, "neither a reward model nor scores from outside"
+    scaled_control, rewarded = scale_scores(
+        control, scores, prompts.valid_B, center=settings.center_scores
+    )
     experience, metrics = build_experience(
         settings.reward,
         tokens_BT=tokens,
@@ -153,10 +174,55 @@ def score_rollout(
         logprobs_BR=logprobs,
         ref_logprobs_BR=ref_logprobs,
         values_BR=values,
-        scores_B=standardize_scores(raw, mean=settings.score_mean, std=settings.score_std),
+        scores_B=scores,
+        rewarded_scores_B=rewarded,
+        kl_coef=control.kl_coef,
         entropies_BR=entropies,
     )
-    return experience, metrics | shift
+    control, adapted = steer(scaled_control, metrics["objective/kl"], prompts.valid_B, settings)
+    return experience, control, metrics | shift | adapted
+
+
+def answer_scores(
+    reward: ScalarModel[jax.Array] | None,
+    tokens_BT: jax.Array,
+    prompt_lengths_B: jax.Array,
+    rollout: Rollout,
+    place: ModelOnMesh,
+    settings: ScoringSettings,
+) -> jax.Array | None:
+    """The reward model's score of each answer, standardised and weighted.
+
+    It is read at the answer's last token, or, where the stop token is not trained
+    (DeepSpeed-Chat), at the last one before it.
+    """
+    if reward is None:
+        return None
+    last = prompt_lengths_B + rollout.lengths_B - 1
+    if not settings.reward.train_eos:
+        last = last - rollout.ended_B
+    raw = take_window(row_scores(reward, tokens_BT, place), jnp.maximum(last, 0), 1, place.layout)[
+        :, 0
+    ]
+    scores = standardize_scores(raw, mean=settings.score_mean, std=settings.score_std)
+    return settings.reward_model_weight * scores
+
+
+def steer(
+    control: Control, kl: jax.Array, valid_B: jax.Array, settings: ScoringSettings
+) -> tuple[Control, Metrics]:
+    """What the next batch uses, and metrics of what this one used."""
+    metrics: Metrics = {}
+    if control.moments is not None:
+        metrics["objective/running_score_mean"] = control.moments.mean
+        metrics["objective/running_score_std"] = control.moments.std
+    if control.kl_coef is not None:
+        assert settings.adaptive_kl is not None, "a coefficient in the control adapts"
+        metrics["objective/kl_coef"] = control.kl_coef
+        num_answers = valid_B.astype(jnp.float32).sum()
+        coef = adapt_kl_coef(control.kl_coef, kl, num_answers, settings.adaptive_kl)
+        control = replace(control, kl_coef=coef)
+    return control, metrics
 
 
 def take_rows(experience: Experience, rows: jax.Array, layout: Layout) -> Experience:
@@ -192,6 +258,31 @@ def actor_loss(
     return loss - settings.entropy_coef * entropy, metrics
 
 
+def ptx_loss(
+    params: Params[jax.Array], batch: Any, model: ModelOnMesh, settings: UpdateSettings
+) -> tuple[jax.Array, Metrics]:
+    """`ptx_coef` times the cross-entropy a token of pretraining text (InstructGPT, equation 2)."""
+    hidden = forward(params, batch.tokens_BT, model.cfg, model.layout, remat=settings.remat)
+    logprobs, _ = score_tokens(
+        params, hidden[:, :-1], batch.tokens_BT[:, 1:], model.cfg, model.layout
+    )
+    loss = sft_loss(logprobs, text_mask(batch))
+    return settings.ptx_coef * loss, {"loss/ptx_avg": loss}
+
+
+def text_mask(batch: Any) -> jax.Array:
+    """All predictions of real rows, `[B, T-1]`."""
+    lengths, prompts, valid, width = (
+        batch.lengths_B, batch.prompt_lengths_B, batch.valid_B, batch.tokens_BT.shape[1] - 1,
+    )  # fmt: skip
+    return prediction_mask(lengths, prompts, valid, width=width, train_on="all")
+
+
+def num_text_predictions(batch: Any) -> jax.Array:
+    """How many predictions of pretraining text carry loss."""
+    return text_mask(batch).sum().astype(jnp.float32)
+
+
 def critic_loss(
     model: ScalarModel[jax.Array],
     batch: Experience,
@@ -213,6 +304,10 @@ def ppo_update(
     experience: Experience,
     rows: jax.Array,
     stopped: jax.Array,
+    ptx: TextBatch | None = None,
+    *,
+    frozen: tuple[Any, Any] = (None, None),
+    key: jax.Array | None = None,
     actor_place: ModelOnMesh,
     critic_place: ModelOnMesh,
     optimizers: tuple[optax.GradientTransformation, optax.GradientTransformation],
@@ -220,22 +315,36 @@ def ppo_update(
 ) -> tuple[TrainState, TrainState, jax.Array, Metrics]:
     """One optimizer step of both models on some rows of an experience, as one program.
 
-    Both are skipped where either has a gradient that is not finite (counted), and where the
+    `frozen` holds what of actor and critic does not train; with a `key` their adapters drop out.
+    Where there is pretraining text (`ptx`), the gradient of its loss is added to the actor's. Both
+    models are skipped where either has a gradient that is not finite (counted), and where the
     policy has moved further from its rollout than `target_kl` (`stopped`, for the rest of the
     update phase).
     """
     batch = take_rows(experience, rows, actor_place.layout)
     parts = settings.num_parts
+    keys = (None,) * 3 if key is None else jax.random.split(fold_step(key, actor), 3)
     actor_grads, actor_value, metrics = gradients(
         lambda p, b: actor_loss(p, b, actor_place, settings),
         actor.params,
         batch,
         num_actions,
         parts,
+        frozen=frozen[0],
+        key=keys[0],
     )
+    if ptx is not None:
+        text_grads, text_value, text_metrics = gradients(
+            lambda p, b: ptx_loss(p, b, actor_place, settings),
+            actor.params, ptx, num_text_predictions, parts,
+            frozen=frozen[0], key=keys[1],
+        )  # fmt: skip
+        actor_grads = jax.tree.map(jnp.add, actor_grads, text_grads)
+        actor_value, metrics = actor_value + text_value, metrics | text_metrics
     critic_grads, critic_value, critic_metrics = gradients(
         lambda p, b: critic_loss(p, b, critic_place, settings),
         critic.params, batch, num_actions, parts,
+        frozen=frozen[1], key=keys[2],
     )  # fmt: skip
     norms = optax.tree.norm(actor_grads), optax.tree.norm(critic_grads)
     finite = all_finite(*norms, actor_value, critic_value)

@@ -12,9 +12,10 @@ import optax
 class TrainState:
     """A model in training; every leaf lives in STORE.
 
-    `params` are the working copy that generate and the forward passes read. `master` is their
-    float32 original, None where the working copy is float32 itself. `step` counts optimizer steps
-    taken, `skipped` those left out because a gradient was not finite.
+    `params` are the working copy, None for what does not train: with LoRA that lives beside the
+    state, is neither donated nor saved with it, and `models.lora.combine` makes the whole model of
+    both. `master` is the float32 original of the working copy, None where that is float32 itself.
+    `step` counts optimizer steps taken, `skipped` those left out because a gradient was not finite.
     """
 
     params: Any

@@ -9,6 +9,8 @@ import optax
 from jax import lax
 
 from rlhf_jax.engine.state import TrainState, apply_gradients
+from rlhf_jax.models.adapted import with_dropout
+from rlhf_jax.models.lora import combine
 from rlhf_jax.objectives.losses import Metrics
 
 LossFn = Callable[[Any, Any], tuple[jax.Array, Metrics]]
@@ -29,32 +31,43 @@ def split_rows(batch: Any, num_parts: int) -> Any:
 
 
 def gradients(
-    loss_fn: LossFn, params: Any, batch: Any, weight_fn: WeightFn, num_parts: int
+    loss_fn: LossFn,
+    params: Any,
+    batch: Any,
+    weight_fn: WeightFn,
+    num_parts: int,
+    *,
+    frozen: Any = None,
+    key: jax.Array | None = None,
 ) -> tuple[Any, jax.Array, Metrics]:
-    """Float32 gradients, loss and metrics of a batch, in `num_parts` micro-batches.
+    """Float32 gradients of `params`, loss and metrics of a batch, in `num_parts` micro-batches.
 
-    `loss_fn` gives a mean over what `weight_fn` counts (tokens, pairs), so that parts weighted by
-    their share equal one large batch.
+    `loss_fn` reads the whole model, `params` with what is `frozen`, and gives a mean over what
+    `weight_fn` counts (tokens, pairs), so that parts weighted by their share equal one large
+    batch. With a `key` adapters drop out.
     """
     total = jnp.maximum(weight_fn(batch), 1e-8)
 
-    def part_loss(params: Any, part: Any) -> tuple[jax.Array, Metrics]:
-        loss, metrics = loss_fn(params, part)
+    def part_loss(params: Any, part: Any, number: jax.Array) -> tuple[jax.Array, Metrics]:
+        model = combine(params, frozen)
+        if key is not None:
+            model = with_dropout(model, key=jax.random.fold_in(key, number))
+        loss, metrics = loss_fn(model, part)
         share = weight_fn(part) / total
         return loss * share, {name: lax.stop_gradient(v) * share for name, v in metrics.items()}
 
-    def part(params: Any, part: Any) -> tuple[Any, jax.Array, Metrics]:
-        (loss, metrics), grads = jax.value_and_grad(part_loss, has_aux=True)(params, part)
+    def part(params: Any, part: Any, number: jax.Array) -> tuple[Any, jax.Array, Metrics]:
+        (loss, metrics), grads = jax.value_and_grad(part_loss, has_aux=True)(params, part, number)
         return jax.tree.map(lambda grad: grad.astype(jnp.float32), grads), loss, metrics
 
     if num_parts == 1:
-        return part(params, batch)
+        return part(params, batch, jnp.int32(0))
     parts = split_rows(batch, num_parts)
     first, rest = jax.tree.map(lambda x: x[0], parts), jax.tree.map(lambda x: x[1:], parts)
     total_of, _ = lax.scan(
-        lambda carry, micro: (jax.tree.map(jnp.add, carry, part(params, micro)), None),
-        part(params, first),
-        rest,
+        lambda carry, micro: (jax.tree.map(jnp.add, carry, part(params, *micro)), None),
+        part(params, first, jnp.int32(0)),
+        (rest, jnp.arange(1, num_parts)),
     )
     return total_of
 
@@ -64,9 +77,16 @@ def all_finite(*norms: jax.Array) -> jax.Array:
     return jnp.stack([jnp.isfinite(norm) for norm in norms]).all()
 
 
+def fold_step(key: jax.Array, state: TrainState) -> jax.Array:
+    """The key of the next step of a state: the same after a resume."""
+    return jax.random.fold_in(key, state.step + state.skipped)
+
+
 def train_step(
     state: TrainState,
     batch: Any,
+    frozen: Any = None,
+    key: jax.Array | None = None,
     *,
     loss_fn: LossFn,
     weight_fn: WeightFn,
@@ -74,7 +94,10 @@ def train_step(
     num_parts: int,
 ) -> tuple[TrainState, Metrics]:
     """Gradients and one optimizer step of one model; skipped where not finite."""
-    grads, loss, metrics = gradients(loss_fn, state.params, batch, weight_fn, num_parts)
+    grads, loss, metrics = gradients(
+        loss_fn, state.params, batch, weight_fn, num_parts,
+        frozen=frozen, key=None if key is None else fold_step(key, state),
+    )  # fmt: skip
     norm = optax.tree.norm(grads)
     finite = all_finite(norm, loss)
     state = apply_gradients(state, grads, optimizer, finite)

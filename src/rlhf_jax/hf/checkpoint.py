@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhf_jax.hf.gguf import is_gguf, open_gguf, read_tensors
 from rlhf_jax.hf.pickle_reader import read_pickle
 from rlhf_jax.hf.safetensors_io import read_header
 from rlhf_jax.hf.tensors import StoredTensor
@@ -29,11 +30,13 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
-    """The weights in a directory.
+    """The weights in a directory or GGUF file.
 
     FileNotFoundError where there are none or a shard is missing; ValueError where a file is
     damaged, or the index and the files disagree.
     """
+    if is_gguf(directory):
+        return Checkpoint(directory, read_tensors(open_gguf(directory)))
     for name, read in FORMATS:
         index = directory / f"{name}.index.json"
         if (directory / name).is_file():

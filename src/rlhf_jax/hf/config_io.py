@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rlhf_jax.hf.gguf import hf_config, is_gguf, open_gguf
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.families import config_from_hf, config_to_hf
 from rlhf_jax.models.hf_table import stop_ids, token_ids
@@ -25,20 +26,23 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_source_config(directory: Path) -> dict[str, Any]:
-    """config.json as it stands: what `save_hf` carries over to an export."""
+    """config.json as it stands (of a GGUF file: what it would say), which exports carry over."""
+    if is_gguf(directory):
+        return hf_config(open_gguf(directory))
     return read_json(directory / "config.json")
 
 
 def load_config(directory: Path, *, scalar: bool = False) -> ModelConfig:
-    """ModelConfig of a Hugging Face directory; with `scalar` that of a reward model or critic.
+    """ModelConfig of a Hugging Face directory or GGUF file; with `scalar` of a reward model.
 
     A scalar model has no unembedding, so its config says tied whatever the language model had.
 
     Stop ids are those of generation_config.json where it has any, as in transformers' generate:
     chat models list more there. Raises ValueError with key and value for what is not supported.
     """
+    source = read_source_config(directory)
     try:
-        cfg = config_from_hf(read_source_config(directory))
+        cfg = config_from_hf(source)
     except ValueError as error:
         raise ValueError(f"{directory}: {error}") from error
     if scalar:

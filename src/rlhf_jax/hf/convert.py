@@ -8,12 +8,13 @@ import logging
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from meshes.layout import Layout
 from rlhf_jax.hf.checkpoint import Checkpoint, open_checkpoint, shorten
@@ -58,26 +59,29 @@ class LoadReport:
 
 def load_params(
     directory: Path, cfg: ModelConfig, specs: Any, layout: Layout, dtype: Any, *,
-    head: Head = "load",
+    head: Head = "load", instead: Mapping[str, StoredTensor] | None = None,
 ) -> Any:  # fmt: skip
     """Parameters read from `directory`, in `layout` and `dtype`.
 
     `specs` is `param_specs(cfg)`, or `scalar_specs(cfg)` for a reward model or critic: its head
     comes from the checkpoint, or with `head="new"` from its initialiser (a model without head).
+    Tensors of `instead` (an adapter's) are read in place of the directory's, or added.
     Raises ValueError or FileNotFoundError that name the file and the tensors that do not fit.
     """
-    params, report = load_with_report(directory, cfg, specs, layout, dtype, head=head)
+    params, report = load_with_report(
+        directory, cfg, specs, layout, dtype, head=head, instead=instead
+    )
     log.info("loaded %s: %s", directory, report)
     return params
 
 
 def load_with_report(
     directory: Path, cfg: ModelConfig, specs: Any, layout: Layout, dtype: Any, *,
-    head: Head = "load",
+    head: Head = "load", instead: Mapping[str, StoredTensor] | None = None,
 ) -> tuple[Any, LoadReport]:  # fmt: skip
     """`load_params`, and what it cost."""
     began, report = time.perf_counter(), LoadReport()
-    checkpoint = open_checkpoint(directory)
+    checkpoint = replaced(open_checkpoint(directory), cfg, instead or {})
     leaves = plan(specs, cfg, checkpoint)
     check(leaves, cfg, checkpoint, head)
     arrays = []
@@ -90,6 +94,21 @@ def load_with_report(
     report.seconds = time.perf_counter() - began
     tree = jax.tree.structure(specs, is_leaf=lambda node: hasattr(node, "axes"))
     return jax.tree.unflatten(tree, arrays), report
+
+
+def replaced(
+    checkpoint: Checkpoint, cfg: ModelConfig, instead: Mapping[str, StoredTensor]
+) -> Checkpoint:
+    """A checkpoint with other tensors, named as the causal model's, in place of its own."""
+    family = find_family(cfg.family)
+    usual, prefix = family.body_prefixes[0], find_prefix(family, checkpoint.tensors)
+    named = {
+        prefix + name.removeprefix(usual) if name.startswith(usual) else name: tensor
+        for name, tensor in instead.items()
+    }
+    heads = {name: None for name in HEADS if named.keys() & set(HEADS)}
+    kept = {name: t for name, t in checkpoint.tensors.items() if name not in heads}
+    return replace(checkpoint, tensors=kept | named)
 
 
 def has_scalar_head(directory: Path) -> bool:
@@ -175,7 +194,8 @@ def load_leaf(
         shard = read_shard(leaf, tensors, bounds, dtype)
         report.take(shard)
         # An alias of host memory could not be donated to the update.
-        copies = [jax.device_put(shard, device, may_alias=False) for device in devices]
+        places = [SingleDeviceSharding(d, memory_kind=sharding.memory_kind) for d in devices]
+        copies = [jax.device_put(shard, place, may_alias=False) for place in places]
         arrays += jax.block_until_ready(copies)
         report.release(shard)
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)

@@ -26,9 +26,11 @@ from rlhf_jax.hf.pieces import SCORE_HEAD, VALUE_HEAD, Leaf, all_shapes, plan_le
 from rlhf_jax.hf.safetensors_io import split_shards, write_file
 from rlhf_jax.hf.tensors import FLOAT_DTYPES
 from rlhf_jax.hf.tokenizer import choose_pad_id, with_pad_id
+from rlhf_jax.models.adapted import is_adapted, merged
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.families import find_family
 from rlhf_jax.models.params import Params, ScalarModel, param_specs, scalar_specs
+from rlhf_jax.runtime.disk import writing
 
 MAX_SHARD_BYTES = 5_000_000_000
 WEIGHT_FILES = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin*")
@@ -118,8 +120,12 @@ def entries_of(leaves: list[Leaf], dtype: DtypeName) -> Entries:
 def host_tensors(
     leaves: list[Leaf], params: Any, dtype: np.dtype
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor by name, cut out of the leaves as they come to the host one by one."""
-    for leaf, array in zip(leaves, jax.tree.leaves(params), strict=True):
+    """Every tensor by name, cut out of the leaves as they come to the host one by one.
+
+    Adapters are added to their weights in float32.
+    """
+    for leaf, node in zip(leaves, jax.tree.leaves(params, is_leaf=is_adapted), strict=True):
+        array = add_adapter(node) if is_adapted(node) else node
         if array.shape != leaf.spec.shape:
             raise ValueError(f"{leaf.path} has shape {array.shape}, expected {leaf.spec.shape}")
         host = to_host(array)
@@ -136,6 +142,7 @@ def host_tensors(
 
 
 copy = jax.jit(jnp.copy)
+add_adapter = jax.jit(merged)
 
 
 def to_host(array: jax.Array) -> np.ndarray:
@@ -205,9 +212,11 @@ def staged(directory: Path) -> Iterator[Path | None]:
         stage = directory.with_name(f".{directory.name}.partial")
         shutil.rmtree(stage, ignore_errors=True)
         stage.mkdir(parents=True)
+        kept = f"What {directory} held stays" if directory.exists() else ""
         try:
-            yield stage
-            publish(stage, directory)
+            with writing(f"{directory.name}/", directory.parent, kept):
+                yield stage
+                publish(stage, directory)
         finally:
             shutil.rmtree(stage, ignore_errors=True)
     if jax.process_count() > 1:

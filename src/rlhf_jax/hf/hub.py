@@ -6,10 +6,12 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+from rlhf_jax.hf.gguf import find_gguf, is_gguf, open_gguf
 from rlhf_jax.models.families import SIZES
 
 CONFIG_FILES = [
     "config.json",
+    "adapter_config.json",
     "generation_config.json",
     "tokenizer*",
     "vocab*",
@@ -18,24 +20,29 @@ CONFIG_FILES = [
     "added_tokens.json",
     "chat_template*",
 ]
-SAFETENSORS = ["model*.safetensors", "model.safetensors.index.json"]
-PICKLES = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
+SAFETENSORS = ["model*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"]
+PICKLES = ["pytorch_model*.bin", "pytorch_model.bin.index.json", "adapter_model.bin"]
 
 
 def resolve(name: str) -> Path:
-    """The directory of a model: `name` as a local path first, then as a name on the Hub.
+    """The directory or GGUF file of a model: `name` as a local path first, then on the Hub.
 
     Of the Hub only config, tokenizer and weights are fetched, safetensors where there are any.
     Raises ValueError with what was tried, and the nearest published name.
     """
     path = Path(name).expanduser()
+    if is_gguf(path):
+        open_gguf(path)
+        return path
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not is_model(path):
+            if gguf := find_gguf(path):
+                return gguf
             raise FileNotFoundError(f"{path} has no config.json: it is not a Hugging Face model")
         return path
     try:
         directory = Path(snapshot_download(name, allow_patterns=CONFIG_FILES + SAFETENSORS))
-        if not list(directory.glob("model*.safetensors")):
+        if not list(directory.glob("*.safetensors")):
             directory = Path(snapshot_download(name, allow_patterns=CONFIG_FILES + PICKLES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -43,9 +50,14 @@ def resolve(name: str) -> Path:
             f"there is no model {name!r}: no such directory ({path.absolute()}), and the "
             f"Hugging Face Hub says: {reason}{suggest(name)}"
         ) from error
-    if not (directory / "config.json").is_file():
+    if not is_model(directory):
         raise ValueError(f"{name} on the Hugging Face Hub has no config.json: it is not a model")
     return directory
+
+
+def is_model(directory: Path) -> bool:
+    """Whether a directory holds a model, or an adapter for one."""
+    return any((directory / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
 def suggest(name: str) -> str:

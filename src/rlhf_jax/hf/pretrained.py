@@ -11,10 +11,21 @@ from transformers import PreTrainedTokenizerBase
 
 from meshes.layout import Layout
 from rlhf_jax.data import byte_tokenizer
+from rlhf_jax.hf.checkpoint import Checkpoint, open_checkpoint
 from rlhf_jax.hf.config_io import load_config, read_source_config
-from rlhf_jax.hf.convert import has_scalar_head, load_params
+from rlhf_jax.hf.convert import Head, has_scalar_head, load_params, replaced
 from rlhf_jax.hf.hub import resolve
+from rlhf_jax.hf.peft import (
+    Adapter,
+    check_fits,
+    is_adapter_directory,
+    open_adapter,
+    put_factors,
+    read_factors,
+)
+from rlhf_jax.hf.pieces import SCORE_HEAD
 from rlhf_jax.hf.tokenizer import load_tokenizer
+from rlhf_jax.models.adapted import merge
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.params import (
     Params,
@@ -22,6 +33,7 @@ from rlhf_jax.models.params import (
     init_params,
     param_specs,
     scalar_specs,
+    shardings,
 )
 from rlhf_jax.models.tiny import QUICKSTART, quickstart_config
 
@@ -30,7 +42,9 @@ from rlhf_jax.models.tiny import QUICKSTART, quickstart_config
 class Pretrained:
     """What a name stands for; weights are read by `params` and `scalar_model`, onto a mesh.
 
-    `directory` is None for the built-in model, which is born from random numbers.
+    `directory` is None for the built-in model, which is born from random numbers. Of an adapter
+    everything but `name` and `adapter` is its base model's; with `merged=False` its factors are
+    read beside their weights, otherwise added to them.
     """
 
     name: str
@@ -38,28 +52,63 @@ class Pretrained:
     tokenizer: PreTrainedTokenizerBase
     directory: Path | None
     source_config: Mapping[str, Any] | None
+    adapter: Adapter | None = None
 
     @property
     def is_scalar(self) -> bool:
         """Whether the weights are those of a reward model."""
+        if self.adapter is not None and SCORE_HEAD in self.adapter.whole:
+            return True
         return self.directory is not None and has_scalar_head(self.directory)
 
-    def params(self, layout: Layout, dtype: jnp.dtype, *, key: jax.Array) -> Params[jax.Array]:
+    @property
+    def home(self) -> Path | None:
+        """The directory that `name` stands for: the adapter's, where it is one."""
+        return self.directory if self.adapter is None else self.adapter.directory
+
+    def checkpoint(self) -> Checkpoint | None:
+        """The tensors that parameters are read from, the factors of an adapter left out."""
+        if self.directory is None:
+            return None
+        instead = {} if self.adapter is None else self.adapter.whole
+        return replaced(open_checkpoint(self.directory), self.cfg, instead)
+
+    def params(
+        self, layout: Layout, dtype: jnp.dtype, *, merged: bool = True, key: jax.Array
+    ) -> Params[jax.Array]:
         """The decoder's parameters in `layout`."""
         specs = param_specs(self.cfg)
         if self.directory is None:
             return init_params(specs, layout, dtype, key=key)
-        return load_params(self.directory, self.cfg, specs, layout, dtype)
+        return self._read(self.directory, specs, layout, dtype, "load", merged=merged)
 
     def scalar_model(
-        self, layout: Layout, dtype: jnp.dtype, *, key: jax.Array
+        self, layout: Layout, dtype: jnp.dtype, *, merged: bool = True, key: jax.Array
     ) -> ScalarModel[jax.Array]:
         """The parameters with a scalar head: the checkpoint's, or zeros where it has none."""
         specs = scalar_specs(self.cfg)
         if self.directory is None:
             return init_params(specs, layout, dtype, key=key)
         head = "load" if self.is_scalar else "new"
-        return load_params(self.directory, self.cfg, specs, layout, dtype, head=head)
+        return self._read(self.directory, specs, layout, dtype, head, merged=merged)
+
+    def _read(
+        self, directory: Path, specs: Any, layout: Layout, dtype: jnp.dtype, head: Head, *,
+        merged: bool,
+    ) -> Any:  # fmt: skip
+        """Parameters from files."""
+        adapter = self.adapter
+        if adapter is None:
+            return load_params(directory, self.cfg, specs, layout, dtype, head=head)
+        near = replace(layout, memory=None)
+        base = load_params(
+            directory, self.cfg, specs, near, dtype, head=head, instead=adapter.whole
+        )
+        model = put_factors(read_factors(adapter, self.cfg), base, self.cfg, near, dtype)
+        if not merged:
+            return model
+        with jax.set_mesh(layout.mesh):
+            return jax.jit(merge, out_shardings=shardings(specs, layout))(model)
 
 
 def stop_ids(cfg: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> int | tuple[int, ...] | None:
@@ -85,7 +134,24 @@ def find_pretrained(name: str, *, scalar: bool = False) -> Pretrained:
         )
         return Pretrained(name, cfg, tokenizer, None, None)
     directory = resolve(name)
+    if is_adapter_directory(directory):
+        return find_adapted(name, open_adapter(directory), scalar=scalar)
     cfg = load_config(directory, scalar=scalar)
     tokenizer = load_tokenizer(directory, cfg)
     cfg = replace(cfg, eos_token_id=stop_ids(cfg, tokenizer))
     return Pretrained(name, cfg, tokenizer, directory, read_source_config(directory))
+
+
+def find_adapted(name: str, adapter: Adapter, *, scalar: bool) -> Pretrained:
+    """The base model that an adapter names, with the adapter; errors name both."""
+    try:
+        base = find_pretrained(adapter.base, scalar=scalar)
+    except (ValueError, FileNotFoundError) as error:
+        raise type(error)(
+            f"{name} is an adapter, its base model {adapter.base} cannot be read: {error}"
+        ) from error
+    if base.directory is None or base.adapter is not None:
+        kind = "an adapter itself" if base.adapter else "not a checkpoint"
+        raise ValueError(f"{name} is an adapter for {adapter.base}, which is {kind}")
+    check_fits(adapter, base.cfg, adapter.base)
+    return replace(base, name=name, adapter=adapter)

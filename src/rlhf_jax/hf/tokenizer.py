@@ -6,6 +6,8 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase
 
+from rlhf_jax.hf.gguf import is_gguf, open_gguf
+from rlhf_jax.hf.gguf_tokenizer import gguf_tokenizer
 from rlhf_jax.models.config import ModelConfig
 
 OPT_TOKENS = {"</s>": 2, "<pad>": 1}
@@ -15,13 +17,18 @@ OPT_TOKENS = {"</s>": 2, "<pad>": 1}
 def load_tokenizer(
     directory: Path | str, cfg: ModelConfig | None = None
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer in a directory, right-padding; with `cfg` it must fit that model.
+    """The tokenizer in a directory or GGUF file, right-padding; with `cfg` it must fit that model.
 
     A directory with `vocab.json` and `merges.txt` alone is read as OPT's, which puts `</s>` in
     front of every text. Raises FileNotFoundError where there is none, ValueError where it does
     not fit.
     """
     path = Path(directory)
+    if is_gguf(path):
+        tokenizer = gguf_tokenizer(open_gguf(path))
+        tokenizer.padding_side = "right"
+        check_tokenizer(tokenizer, cfg, str(path))
+        return tokenizer
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is not a directory: no tokenizer there")
     if is_bare_opt(path):

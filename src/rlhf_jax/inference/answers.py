@@ -18,7 +18,7 @@ class Generation:
         text: without special tokens and without the stop token.
         tokens: ids, the stop token included where one was produced.
         logprobs: log-probability of each token at the sampling temperature (1 for greedy), over
-            the whole vocabulary: before top-k and top-p.
+            the whole vocabulary: before repetition penalty, top-k, top-p and min-p.
         stopped: whether a stop token ended it, rather than `max_new_tokens`.
     """
 

@@ -1,20 +1,21 @@
-"""Logits and scores of whole rows, in batches of few shapes."""
+"""Logits, log-probabilities and scores of whole rows, in batches of few shapes."""
 
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from meshes.multihost import to_host
 from meshes.reshard import put_rows
 from rlhf_jax.data.batches import collate_text
 from rlhf_jax.data.tokenize import SftRow
-from rlhf_jax.inference.rows import batch_rows, bucket, check_fits, chunks
+from rlhf_jax.inference.rows import batch_rows, bucket, check_fits, like_lengths
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.decoder import forward, gather_outer
 from rlhf_jax.models.layers import logits_from_hidden
 from rlhf_jax.models.params import Params, ScalarModel, compute_layout
-from rlhf_jax.models.scoring import scalar_scores, take_window
+from rlhf_jax.models.scoring import scalar_scores, score_tokens, take_window
 
 
 class RowPrograms:
@@ -24,6 +25,7 @@ class RowPrograms:
         self.cfg, self.mesh = cfg, mesh
         self.layout = compute_layout(cfg, mesh)
         self._logits = jax.jit(self._trace_logits)
+        self._logprobs = jax.jit(self._trace_logprobs)
         self._scores = jax.jit(self._trace_scores)
 
     def logits(
@@ -33,6 +35,15 @@ class RowPrograms:
         results = self._run(lambda tokens, lengths: self._logits(params, tokens), rows, batch_size)
         for row, logits_TV in zip(rows, results, strict=True):
             yield logits_TV[: len(row), : self.cfg.vocab_size]
+
+    def logprobs(
+        self, params: Params[jax.Array], rows: Sequence[np.ndarray], batch_size: int
+    ) -> Iterator[np.ndarray]:
+        """Log-probabilities of each row's tokens but the first, given those before."""
+        run = self._logprobs
+        results = self._run(lambda tokens, lengths: run(params, tokens), rows, batch_size)
+        for row, logprobs_T in zip(rows, results, strict=True):
+            yield logprobs_T[: len(row) - 1]
 
     def scores(
         self, model: ScalarModel[jax.Array], rows: Sequence[np.ndarray], batch_size: int
@@ -48,22 +59,36 @@ class RowPrograms:
         rows: Sequence[np.ndarray],
         batch_size: int,
     ) -> Iterator[np.ndarray]:
-        """What `program(tokens_BT, lengths_B)` gives for each row."""
-        check_fits(rows, 0, self.cfg.max_positions)
-        length = bucket(max(map(len, rows)), self.cfg.max_positions)
+        """What `program(tokens_BT, lengths_B)` gives for each row.
+
+        Rows of like length share a batch, which is as long as its bucket: short ones cost little.
+        """
+        limit = self.cfg.max_positions
+        check_fits(rows, 0, limit)
         size = batch_rows(len(rows), self.layout.batch_size_divisor, batch_size)
-        for part in chunks(rows, size):
-            batch = collate_text([SftRow(row, 0) for row in part], size, length=length)
+        results: list[np.ndarray | None] = [None] * len(rows)
+        for numbers in like_lengths([len(row) for row in rows], size):
+            part = [SftRow(rows[number], 0) for number in numbers]
+            length = bucket(max(len(row.tokens) for row in part), limit)
+            batch = collate_text(part, size, length=length)
             tokens = put_rows(batch.tokens_BT, self.layout, "batch")
             lengths = put_rows(batch.lengths_B, self.layout, "batch")
             with jax.set_mesh(self.mesh):
-                results = to_host(program(tokens, lengths))
-            yield from results[: len(part)]
+                answers = to_host(program(tokens, lengths))
+            for number, answer in zip(numbers, answers, strict=False):
+                results[number] = answer
+        return (result for result in results if result is not None)
 
     def _trace_logits(self, params: Params[jax.Array], tokens_BT: jax.Array) -> jax.Array:
         hidden = forward(params, tokens_BT, self.cfg, self.layout)
         outer = gather_outer(params, self.cfg, self.layout)
         return logits_from_hidden(outer, hidden, self.cfg)
+
+    def _trace_logprobs(self, params: Params[jax.Array], tokens_BT: jax.Array) -> jax.Array:
+        hidden = forward(params, tokens_BT, self.cfg, self.layout)
+        outer = gather_outer(params, self.cfg, self.layout)
+        ahead_BT = jnp.roll(tokens_BT, -1, axis=1)
+        return score_tokens(outer, hidden, ahead_BT, self.cfg, self.layout)[0]
 
     def _trace_scores(
         self, model: ScalarModel[jax.Array], tokens_BT: jax.Array, lengths_B: jax.Array

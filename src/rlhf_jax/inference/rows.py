@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from rlhf_jax.data.tokenize import Encoder
+from rlhf_jax.data.encoder import Encoder
 
 type Text = str | Sequence[int] | np.ndarray
 """A text, or the ids of its tokens, which are taken as they are."""
@@ -102,3 +102,8 @@ def chunks[Row](rows: Sequence[Row], size: int) -> Iterator[Sequence[Row]]:
     """The rows in order, `size` at a time."""
     for start in range(0, len(rows), size):
         yield rows[start : start + size]
+
+
+def like_lengths(lengths: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    """The numbers of all rows, `size` at a time, the shortest rows first."""
+    return chunks(sorted(range(len(lengths)), key=lambda number: lengths[number]), size)

@@ -12,12 +12,14 @@ import numpy as np
 from meshes.layout import default_inference_tp, make_mesh
 from meshes.multihost import start_devices, to_host
 from rlhf_jax.data.batches import collate_prompts
-from rlhf_jax.data.tokenize import Encoder, PromptRow
+from rlhf_jax.data.encoder import Encoder
+from rlhf_jax.data.tokenize import PromptRow
 from rlhf_jax.engine.hybrid import HybridEngine
 from rlhf_jax.engine.sampling import SamplingConfig
 from rlhf_jax.hf.export import DtypeName, save_hf, save_reward_hf
 from rlhf_jax.hf.pretrained import Pretrained, find_pretrained
 from rlhf_jax.inference.answers import Generation, read_answers
+from rlhf_jax.inference.places import find_policy
 from rlhf_jax.inference.programs import RowPrograms
 from rlhf_jax.inference.rows import (
     Text,
@@ -29,6 +31,7 @@ from rlhf_jax.inference.rows import (
     chunks,
     encode,
 )
+from rlhf_jax.inference.streaming import Streamer
 from rlhf_jax.models.params import Params, ScalarModel, store_layout
 from rlhf_jax.runtime.compilation import keep_compiled_programs
 
@@ -46,7 +49,8 @@ def load(
     inference_tp_size: int | None = None,
     seed: int = 0,
 ) -> "Model":
-    """A model by the path of a Hugging Face directory, its name on the Hub, or `"quickstart"`.
+    """A model by the path of a Hugging Face directory or of a run, its name on the Hub, or
+    `"quickstart"`. Of a run it is the newest policy: `actor/`, else `dpo/`, else `sft/`.
 
     `mesh` is FxT or RxFxT (`"4x2"`); without it the model is spread over all visible devices. On
     a CPU the devices of a mesh are simulated, if JAX has not started yet. `seed` makes the
@@ -57,9 +61,10 @@ def load(
     """
     if dtype not in get_args(LoadDtype):
         raise ValueError(f"dtype={dtype!r} is not supported: use 'float32' or 'bfloat16'")
-    source = find_pretrained(str(name))
+    name = find_policy(str(name))
+    source = find_pretrained(name)
     if source.is_scalar:  # it has no unembedding, whatever the config says of the language model's
-        source = find_pretrained(str(name), scalar=True)
+        source = find_pretrained(name, scalar=True)
     keep_compiled_programs()
     shape = start_devices(mesh)
     heads = (source.cfg.num_heads, source.cfg.num_kv_heads)
@@ -114,6 +119,8 @@ class Model:
         temperature: float = 1.0,
         top_k: int = 0,
         top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
         num_samples: int = 1,
         stop_ids: Sequence[int] | None = None,
         seed: int = 0,
@@ -122,9 +129,10 @@ class Model:
     ) -> list[Generation]:
         """`num_samples` answers to each prompt, those to one prompt side by side.
 
-        Temperature 0 is greedy. `stop_ids` replace the model's own; `[]` never stops. Sample n of
-        a prompt depends on the seed, n and the prompt's place in the list: not on the mesh or the
-        batch size, and sample 0 not on how many are asked for.
+        Temperature 0 is greedy; `SamplingConfig` says what the other settings do. `stop_ids`
+        replace the model's own; `[]` never stops. Sample n of a prompt depends on the seed, n and
+        the prompt's place in the list: not on the mesh or the batch size, and sample 0 not on how
+        many are asked for.
 
         Prompts are padded to a power of two, or to `prompt_length`, with which one program serves
         prompts of any length up to it. About `batch_size` are answered at once: a multiple of
@@ -135,7 +143,9 @@ class Model:
                 than the model's positions, a reward model.
         """
         params = self._language_params("answers")
-        sampling = SamplingConfig(max_new_tokens, min_new_tokens, temperature, top_k, top_p)
+        sampling = SamplingConfig(
+            max_new_tokens, min_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty
+        )
         check_counts(num_samples, batch_size)
         rows = encode(prompts, self._encoder, self.config.vocab_size)
         if not rows:
@@ -154,6 +164,54 @@ class Model:
             rollout = engine.generate(params, batch, sampling, key=jax.random.key(seed))
             answers += read_answers(batch, to_host(rollout), self.tokenizer)
         return answers
+
+    def streamer(
+        self,
+        *,
+        context: int | None = None,
+        max_new_tokens: int = 256,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        stop_ids: Sequence[int] | None = None,
+    ) -> Streamer:
+        """Answers whose text comes as it is made: `streamer.answer(ids, seed=…)`.
+
+        `context` is how many tokens prompt and answer have together at most; by default all the
+        model's positions. It holds a cache of that length for one conversation.
+
+        Raises:
+            ValueError: settings out of range, no room for a prompt, a reward model.
+        """
+        params = self._language_params("answers")
+        sampling = SamplingConfig(
+            max_new_tokens, 0, temperature, top_k, top_p, min_p, repetition_penalty
+        )
+        positions = self.config.max_positions
+        context = positions if context is None else context
+        if not max_new_tokens < context <= positions:
+            raise ValueError(
+                f"context={context} must hold a prompt beside max_new_tokens={max_new_tokens}, "
+                f"and the model has {positions} positions: change one of them"
+            )
+        engine = self._engine(self._stop_ids(stop_ids))
+        return Streamer(engine, params, self.tokenizer, sampling, context)
+
+    def logprobs(self, texts: Sequence[Text], *, batch_size: int = BATCH_SIZE) -> list[np.ndarray]:
+        """Log-probabilities of each text's tokens, float32, given those in front of them.
+
+        A text gets what the tokenizer puts in front (BOS); its first token has no prediction, so
+        n tokens give n - 1 numbers: entry t belongs to token t + 1.
+
+        Raises:
+            ValueError: as `logits`.
+        """
+        params = self._language_params("log-probabilities")
+        check_counts(1, batch_size)
+        rows = encode(texts, self._encoder, self.config.vocab_size)
+        return list(self._programs.logprobs(params, rows, batch_size)) if rows else []
 
     def logits(
         self,

@@ -12,6 +12,7 @@ from rlhf_jax.models.attention import attend_cached, attend_rows
 from rlhf_jax.models.cache import KVCache, extend
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.layers import embed_tokens, feed_forward, normalize, project_down, project_up
+from rlhf_jax.models.lora import reshard_model
 from rlhf_jax.models.params import LayerParams, Params, layer_specs, param_specs
 
 Remat = Literal["none", "full", "dots"]
@@ -63,7 +64,7 @@ def checkpointed(remat: Remat):
 
     def run(layer: LayerParams[jax.Array], x: jax.Array, cfg: ModelConfig, layout: Layout):
         layer, x = lax.optimization_barrier((layer, x))
-        layer = reshard_params(layer, layer_specs(cfg), layout)
+        layer = reshard_model(layer, layer_specs(cfg), layout)
         return layer_rows(layer, x, cfg, layout)[0]
 
     if remat == "none":

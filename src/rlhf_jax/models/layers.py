@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshes.layout import Layout
+from rlhf_jax.models.adapted import Adapted, Matrix, add_down, add_up
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.params import LayerParams, Norm, Params
 
@@ -26,18 +27,24 @@ def broadcast(vector: jax.Array, ndim: int) -> jax.Array:
     return lax.expand_dims(vector, tuple(range(ndim - 1)))
 
 
-def project_up(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
+def project_up(x: jax.Array, weight: Matrix[jax.Array], bias: jax.Array | None) -> jax.Array:
     """`[..., D]` times `[F, D]`: the output has the weight's tensor-parallel dimension."""
-    y = jnp.einsum("...D,FD->...F", x, weight)
+    base = weight.base_FD if isinstance(weight, Adapted) else weight
+    y = jnp.einsum("...D,FD->...F", x, base)
+    if isinstance(weight, Adapted):
+        y = y + add_up(x, weight)
     return y if bias is None else y + broadcast(bias, y.ndim)
 
 
 def project_down(
-    y: jax.Array, weight: jax.Array, bias: jax.Array | None, layout: Layout
+    y: jax.Array, weight: Matrix[jax.Array], bias: jax.Array | None, layout: Layout
 ) -> jax.Array:
     """`[..., F]` times `[F, D]`: one all-reduce where F is tensor parallel."""
     axes = ("batch",) + (None,) * (y.ndim - 1)
-    x = jnp.einsum("...F,FD->...D", y, weight, out_sharding=layout.spec(*axes))
+    base = weight.base_FD if isinstance(weight, Adapted) else weight
+    x = jnp.einsum("...F,FD->...D", y, base, out_sharding=layout.spec(*axes))
+    if isinstance(weight, Adapted):
+        x = x + add_down(y, weight, layout)
     return x if bias is None else x + broadcast(bias, x.ndim)
 
 

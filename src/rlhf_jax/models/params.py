@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from meshes.layout import Layout
 from meshes.spec import Constant, Normal, ParamSpec, Sinusoids
+from rlhf_jax.models.adapted import Matrix
 from rlhf_jax.models.config import ModelConfig
 
 
@@ -26,18 +27,21 @@ class Norm[Leaf]:
 
 @flax.struct.dataclass
 class LayerParams[Leaf]:
-    """One decoder layer. `qkv_ED` holds, per KV group, its query heads, its key, its value."""
+    """One decoder layer. `qkv_ED` holds, per KV group, its query heads, its key, its value.
+
+    Its matrices may have adapters beside them.
+    """
 
     attention_norm: Norm[Leaf]
-    qkv_ED: Leaf
+    qkv_ED: Matrix[Leaf]
     qkv_bias_E: Leaf | None
-    out_ED: Leaf
+    out_ED: Matrix[Leaf]
     out_bias_D: Leaf | None
     mlp_norm: Norm[Leaf]
-    gate_FD: Leaf | None
-    up_FD: Leaf
+    gate_FD: Matrix[Leaf] | None
+    up_FD: Matrix[Leaf]
     up_bias_F: Leaf | None
-    down_FD: Leaf
+    down_FD: Matrix[Leaf]
     down_bias_D: Leaf | None
 
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.token_logprob.api import token_logprob
 from meshes.layout import Layout
+from meshes.offload import to_device
 from meshes.reshard import local_shards
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.layers import unembedding
@@ -45,7 +46,8 @@ def score_tokens(
         in_axes=((None, None), ("batch", None, None), rows),
         out_axes=(rows, rows),
     )
-    unembed = jax.sharding.reshard(unembedding(params), layout.sharding(None, None))
+    unembed = to_device(unembedding(params))
+    unembed = jax.sharding.reshard(unembed, layout.sharding(None, None))
     with jax.named_scope("token_logprob"):
         return run(unembed, hidden_BTW, targets_BT)
 
@@ -66,4 +68,5 @@ def take_window(array_BT: jax.Array, start_B: jax.Array, length: int, layout: La
 
 def scalar_scores(model: ScalarModel[jax.Array], hidden_BTW: jax.Array) -> jax.Array:
     """The head's value at every position, `[B, T]` float32."""
-    return jnp.einsum("BTW,W->BT", hidden_BTW, model.head_W, preferred_element_type=jnp.float32)
+    head_W = to_device(model.head_W)
+    return jnp.einsum("BTW,W->BT", hidden_BTW, head_W, preferred_element_type=jnp.float32)

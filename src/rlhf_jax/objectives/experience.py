@@ -86,12 +86,16 @@ def build_experience(
     ref_logprobs_BR: jax.Array,
     values_BR: jax.Array,
     scores_B: jax.Array,
+    rewarded_scores_B: jax.Array | None = None,
+    kl_coef: jax.Array | None = None,
     entropies_BR: jax.Array | None = None,
 ) -> tuple[Experience, dict[str, jax.Array]]:
     """Rewards, advantages and returns of a rollout, and its metrics under TRL's names.
 
     The arrays are those of `Experience`; `ended_B` tells whether a response has a stop token, and
-    `entropies_BR` (nats) serves its metric alone. Scores come standardised where that is wanted.
+    `entropies_BR` (nats) serves its metric alone. Scores come standardised where that is wanted;
+    `rewarded_scores_B` is what PPO is rewarded with where that is not the score itself, and
+    `kl_coef` replaces the settings' where it adapts.
     `settings` is static under `jax.jit`. Everything computes in float32.
     """
     logprobs_BR, ref_logprobs_BR, values_BR, scores_B = (
@@ -99,14 +103,15 @@ def build_experience(
     )
     width = logprobs_BR.shape[1]
     slots_BR = length_mask(response_lengths_B, width) & valid_B.astype(bool)[:, None]
+    coef = settings.kl_coef if kl_coef is None else kl_coef
     rewards_BR = token_rewards(
-        scores_B,
+        scores_B if rewarded_scores_B is None else rewarded_scores_B,
         logprobs_BR,
         ref_logprobs_BR,
         slots_BR,
         response_lengths_B,
         ended_B,
-        kl_coef=settings.kl_coef,
+        kl_coef=coef,
         kl_kind=settings.kl_kind,
         score_clip=settings.score_clip,
         missing_eos_penalty=settings.missing_eos_penalty,
@@ -132,12 +137,14 @@ def build_experience(
         scores_B=scores_B,
         valid_B=valid_B,
     )
-    metrics = objective_metrics(settings, experience, slots_BR, rewards_BR, entropies_BR)
+    kl_BR = kl_estimate(logprobs_BR, ref_logprobs_BR, settings.kl_kind)
+    kl = mean_row_sum(kl_BR, slots_BR, valid_B)
+    metrics = {"objective/kl": kl, "objective/non_score_reward": -coef * kl}
+    metrics |= objective_metrics(experience, slots_BR, rewards_BR, entropies_BR)
     return experience, metrics | length_metrics(response_lengths_B, ended_B, valid_B, width)
 
 
 def objective_metrics(
-    settings: RewardSettings,
     experience: Experience,
     slots_BR: jax.Array,
     rewards_BR: jax.Array,
@@ -145,19 +152,14 @@ def objective_metrics(
 ) -> dict[str, jax.Array]:
     """TRL's `objective/*`, per response: `rlhf_reward` is what PPO maximises.
 
-    `scores` are as they came: standardised where that is on, neither clipped nor penalised.
+    `scores` are as they came: neither scaled by running moments, clipped nor penalised.
     """
-    valid_B = experience.valid_B
-    kl_BR = kl_estimate(experience.logprobs_BR, experience.ref_logprobs_BR, settings.kl_kind)
-    kl = mean_row_sum(kl_BR, slots_BR, valid_B)
     metrics = {
-        "objective/kl": kl,
-        "objective/non_score_reward": -settings.kl_coef * kl,
-        "objective/rlhf_reward": mean_row_sum(rewards_BR, slots_BR, valid_B),
-        "objective/scores": masked_mean(experience.scores_B, valid_B),
+        "objective/rlhf_reward": mean_row_sum(rewards_BR, slots_BR, experience.valid_B),
+        "objective/scores": masked_mean(experience.scores_B, experience.valid_B),
     }
     if entropies_BR is not None:
-        metrics["objective/entropy"] = mean_row_sum(entropies_BR, slots_BR, valid_B)
+        metrics["objective/entropy"] = mean_row_sum(entropies_BR, slots_BR, experience.valid_B)
     return metrics
 
 

@@ -83,14 +83,16 @@ def pairwise_loss(
     chosen_lengths_B: jax.Array,
     rejected_lengths_B: jax.Array,
     valid_B: jax.Array,
+    margins_B: jax.Array | None = None,
     *,
     span: PairSpan = "last",
     center_coef: float = 0.0,
 ) -> PairwiseLoss:
-    """Bradley-Terry loss of pairs, with `c` and `r` the scores of chosen and rejected.
+    """Bradley-Terry loss of pairs, with `c` and `r` the scores of chosen and rejected and `m` the
+    margin by which they should differ (Llama 2, https://arxiv.org/abs/2307.09288; 0 without).
 
-        "last":        -log σ(c - r) at the last real token of each
-        "divergence":  mean of -log σ(c_t - r_t) over `divergence_mask`
+        "last":        -log σ(c - r - m) at the last real token of each
+        "divergence":  mean of -log σ(c_t - r_t - m) over `divergence_mask`
 
     plus `center_coef · (c² + r²)/2` at the last tokens, which holds scores near 0 (the pairs alone
     fix them only up to a constant). "divergence" is DeepSpeed-Chat's rule (reward_model.py): it
@@ -98,14 +100,16 @@ def pairwise_loss(
     """
     chosen_B = take_last(chosen_scores_BT, chosen_lengths_B)
     rejected_B = take_last(rejected_scores_BT, rejected_lengths_B)
+    margins_B = jnp.zeros_like(chosen_B) if margins_B is None else margins_B
     match span:
         case "last":
-            losses_B = -jax.nn.log_sigmoid(chosen_B - rejected_B)
+            losses_B = -jax.nn.log_sigmoid(chosen_B - rejected_B - margins_B)
         case "divergence":
             span_BT = divergence_mask(
                 chosen_tokens_BT, rejected_tokens_BT, chosen_lengths_B, rejected_lengths_B
             )
-            losses_BT = -jax.nn.log_sigmoid(chosen_scores_BT - rejected_scores_BT)
+            differences_BT = chosen_scores_BT - rejected_scores_BT - margins_B[:, None]
+            losses_BT = -jax.nn.log_sigmoid(differences_BT)
             losses_B = jnp.mean(losses_BT, axis=1, where=span_BT)
         case _:
             raise ValueError(f'span={span!r} is not known: use "last" or "divergence"')

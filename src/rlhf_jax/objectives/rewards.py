@@ -43,7 +43,7 @@ def token_rewards(
     lengths_B: jax.Array,
     ended_B: jax.Array,
     *,
-    kl_coef: float,
+    kl_coef: float | jax.Array,
     kl_kind: KLKind = "k1",
     score_clip: float | None = None,
     missing_eos_penalty: float | None = None,

@@ -8,12 +8,15 @@ not classes: a tree is read back into whatever tree of the same paths one asks f
 """
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import jax
 import orbax.checkpoint as ocp
+
+from rlhf_jax.runtime.disk import writing
 
 _MAX_LISTED = 8
 
@@ -47,18 +50,19 @@ class Checkpoints:
         if step in self._manager.all_steps():
             self.wait()
             self._manager.delete(step)
-        saved = self._manager.save(
-            step,
-            force=True,  # also below a later step, after going back to an earlier checkpoint
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(_by_path(tree)), meta=ocp.args.JsonSave(dict(meta))
-            ),
-        )
+        state = ocp.args.StandardSave(_by_path(tree))
+        with self._writing():
+            saved = self._manager.save(
+                step,
+                force=True,  # also below a later step, after going back to an earlier checkpoint
+                args=ocp.args.Composite(state=state, meta=ocp.args.JsonSave(dict(meta))),
+            )
         assert saved, f"orbax skipped step {step}"
 
     def wait(self) -> None:
         """Block until every save is on disk; an error of the background write is raised here."""
-        self._manager.wait_until_finished()
+        with self._writing():
+            self._manager.wait_until_finished()
 
     def steps(self) -> list[int]:
         """The steps that can be restored, ascending; the one being written is not among them."""
@@ -98,7 +102,17 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait, and stop the background threads."""
-        self._manager.close()
+        with self._writing():
+            self._manager.close()
+
+    def _writing(self) -> AbstractContextManager[None]:
+        """OSError where the disk is full. Older checkpoints go only once a new one is complete."""
+        whole = [int(p.name) for p in self.directory.iterdir() if self._is_step(p)]
+        kept = f"The last good one is of step {max(whole)}" if whole else "There is none yet"
+        return writing("a checkpoint", self.directory, kept)
+
+    def _is_step(self, path: Path) -> bool:
+        return path.name.isdigit() and self._complete(int(path.name))
 
     def __enter__(self) -> Self:
         return self

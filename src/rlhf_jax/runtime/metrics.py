@@ -12,20 +12,40 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import TracebackType
+from typing import Any, BinaryIO, Self
 
 import jax
 import numpy as np
+
+from rlhf_jax.runtime.disk import writing
+from rlhf_jax.runtime.trackers import Tracker
 
 type Scalar = float | int | np.ndarray | np.generic | jax.Array
 
 
 class MetricsWriter:
-    """Appends rows to `path`. Of several processes the first writes; the others return values."""
+    """Appends rows to `path`, and sends them to the trackers, which the end of the context closes.
 
-    def __init__(self, path: Path):
+    Of several processes the first writes; the others return values.
+    """
+
+    def __init__(self, path: Path, trackers: Sequence[Tracker] = ()):
         self.path = Path(path)
+        self.trackers = trackers
         self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for tracker in self.trackers:
+            tracker.close(failed=kind is not None)
 
     def write(self, stage: str, step: int, metrics: Mapping[str, Scalar]) -> dict[str, float]:
         """Fetch all device scalars in one transfer, write a row, and return it as floats.
@@ -40,6 +60,8 @@ class MetricsWriter:
         if nonfinite:
             row["nonfinite"] = nonfinite
         _append(self.path, [row])
+        for tracker in self.trackers:
+            tracker.log(stage, step, values)
         return values
 
 
@@ -89,6 +111,15 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
+def last_steps(path: Path) -> dict[str, int]:
+    """The last step of each stage in a metrics file; empty without one."""
+    rows = read_rows(path) if Path(path).exists() else []
+    return {
+        stage: max(row["step"] for row in rows if row["stage"] == stage)
+        for stage in {row["stage"] for row in rows}
+    }
+
+
 def _to_floats(metrics: Mapping[str, Scalar]) -> dict[str, float]:
     values = jax.device_get(dict(metrics))
     for name, value in values.items():
@@ -110,7 +141,7 @@ def _append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     if jax.process_index() != 0:
         return
     text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-    with path.open("ab+") as file:
+    with writing(path.name, path.parent), path.open("ab+") as file:
         file.truncate(_whole_lines_bytes(file))
         file.write(text.encode())
 

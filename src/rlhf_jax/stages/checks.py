@@ -8,19 +8,25 @@ from typing import Any
 
 from meshes.layout import MeshShape
 from rlhf_jax.data.tokenize import tokenize_pairs, tokenize_prompts, tokenize_sft
-from rlhf_jax.hf.checkpoint import open_checkpoint
 from rlhf_jax.hf.convert import check, plan
 from rlhf_jax.hf.pretrained import Pretrained, find_pretrained
+from rlhf_jax.models.lora import LoRAConfig, select_modules
 from rlhf_jax.models.params import param_specs, scalar_specs
 from rlhf_jax.stages.config import StageName, TrainConfig
-from rlhf_jax.stages.reward import read_statistics
-from rlhf_jax.stages.roles import check_same_tokens
+from rlhf_jax.stages.ptx import read_ptx
+from rlhf_jax.stages.reward_plan import (
+    RewardPlan,
+    check_prompt_rows,
+    plan_rewards,
+    score_statistics,
+)
 from rlhf_jax.stages.rows import Tokenize, length_limit, read_rows
 
 TOKENIZE: dict[StageName, Tokenize[Any]] = {
     "sft": tokenize_sft,
     "reward": tokenize_pairs,
     "ppo": tokenize_prompts,
+    "dpo": tokenize_pairs,
 }
 
 
@@ -33,6 +39,7 @@ def check_batches(cfg: TrainConfig, shape: MeshShape) -> None:
             "reward",
             cfg.reward.batch_size // cfg.reward.gradient_accumulation_steps,
         ),
+        "--dpo.batch-size": ("dpo", cfg.dpo.batch_size // cfg.dpo.gradient_accumulation_steps),
         "--ppo.batch-size": ("ppo", cfg.ppo.batch_size),
         "--ppo.minibatch-size": (
             "ppo",
@@ -56,20 +63,38 @@ def check_models(cfg: TrainConfig, actor: Pretrained) -> None:
         check_weights(actor, scalar=False)
     if "sft" in cfg.stages:
         check_positions(actor, length_limit(cfg, "sft"))
-    if cfg.stages == ("sft",):
+        check_adapters(actor, cfg.sft.lora)
+    if "dpo" in cfg.stages:
+        check_positions(actor, length_limit(cfg, "dpo"))
+        check_adapters(actor, cfg.dpo.lora)
+    if not {"reward", "ppo"} & set(cfg.stages):
         return
-    reward = reward_origin(cfg, actor)
-    check_weights(reward, scalar=True)
-    if "reward" in cfg.stages:
-        check_positions(reward, length_limit(cfg, "reward"))
-    if "ppo" not in cfg.stages:
-        return
+    if "reward" in cfg.stages or cfg.ppo.reward_model_weight:
+        reward = reward_origin(cfg, actor)
+        check_weights(reward, scalar=True)
+        if "reward" in cfg.stages:
+            check_positions(reward, length_limit(cfg, "reward"))
+            check_adapters(reward, cfg.reward.lora)
+    if "ppo" in cfg.stages:
+        check_ppo_models(cfg, actor, ppo_plan(cfg, actor))
+
+
+def check_ppo_models(cfg: TrainConfig, actor: Pretrained, plan: RewardPlan) -> None:
+    """ValueError where a model of step 3 is too short, or its scores have no known units."""
     answer = "--ppo.max-answer-seq-len", cfg.ppo.max_answer_seq_len
-    for model in (actor, reward):
-        check_positions(model, length_limit(cfg, "ppo"), answer)
-    check_same_tokens(actor, reward)
-    if cfg.ppo.standardize_score and "reward" not in cfg.stages:
-        read_statistics(reward)
+    for model in (actor, plan.critic, plan.reward):
+        if model is not None:
+            check_positions(model, length_limit(cfg, "ppo"), answer)
+    check_adapters(actor, cfg.ppo.actor_lora)
+    check_adapters(plan.critic, cfg.ppo.critic_lora)
+    if "reward" not in cfg.stages:
+        score_statistics(cfg.ppo, plan.reward)
+
+
+def ppo_plan(cfg: TrainConfig, actor: Pretrained) -> RewardPlan:
+    """The plan of step 3 as far as it is known now."""
+    reward = reward_origin(cfg, actor) if cfg.ppo.reward_model_weight else None
+    return plan_rewards(cfg.ppo, actor, reward)
 
 
 def check_positions(model: Pretrained, *lengths: tuple[str, int]) -> None:
@@ -84,11 +109,17 @@ def check_positions(model: Pretrained, *lengths: tuple[str, int]) -> None:
         )
 
 
+def check_adapters(model: Pretrained, lora: LoRAConfig) -> None:
+    """ValueError where a pattern for adapters fits no module of the model."""
+    if lora.dim:
+        select_modules(model.cfg, lora.modules)
+
+
 def check_weights(model: Pretrained, *, scalar: bool) -> None:
     """Compares the names and shapes in a model's files with its config; reads no data."""
-    if model.directory is None:
+    checkpoint = model.checkpoint()
+    if checkpoint is None:
         return
-    checkpoint = open_checkpoint(model.directory)
     specs = scalar_specs(model.cfg) if scalar else param_specs(model.cfg)
     head = "new" if scalar and not model.is_scalar else "load"
     check(plan(specs, model.cfg, checkpoint), model.cfg, checkpoint, head)
@@ -112,4 +143,9 @@ def check_data(cfg: TrainConfig, actor: Pretrained) -> None:
     """
     for stage in cfg.stages:
         model = reward_origin(cfg, actor) if stage == "reward" else actor
-        read_rows(cfg, stage, model, TOKENIZE[stage])
+        rows = read_rows(cfg, stage, model, TOKENIZE[stage])
+        if stage == "ppo":
+            both = [*rows.train, *rows.held_out]
+            check_prompt_rows(ppo_plan(cfg, actor), both, cfg.data.chat_format)
+            if cfg.ppo.ptx_path is not None:
+                read_ptx(cfg, actor)

@@ -13,8 +13,11 @@ from meshes.multihost import on_first_process, start_devices
 from rlhf_jax.hf.pretrained import Pretrained, find_pretrained
 from rlhf_jax.runtime.compilation import keep_compiled_programs
 from rlhf_jax.runtime.log import say, silence
+from rlhf_jax.runtime.report.settings import Baseline
+from rlhf_jax.runtime.trackers import check_installed
 from rlhf_jax.stages.checks import check_batches, check_data, check_models
 from rlhf_jax.stages.config import StageName, TrainConfig
+from rlhf_jax.stages.dpo import run_dpo
 from rlhf_jax.stages.ppo import run_ppo
 from rlhf_jax.stages.reward import run_reward
 from rlhf_jax.stages.run import Run, prepare_directory
@@ -22,10 +25,11 @@ from rlhf_jax.stages.sft import run_sft
 from rlhf_jax.stages.summary import print_summary
 
 
-def run_pipeline(cfg: TrainConfig, config_yaml: str) -> None:
+def run_pipeline(cfg: TrainConfig, config_yaml: str, baseline: Baseline | None = None) -> None:
     """Runs the stages of `cfg.step`; each reads what the one before left in `output_dir`.
 
-    `config_yaml` is the resolved config as text, which is printed and saved first.
+    `config_yaml` is the resolved config as text, which is printed and saved first; the report
+    compares it with `baseline`.
 
     Raises:
         ValueError, FileNotFoundError: the config asks for what is not there or does not fit.
@@ -39,13 +43,14 @@ def run_pipeline(cfg: TrainConfig, config_yaml: str) -> None:
         say(config_yaml.rstrip())
         actor = main_model(cfg)
         inference_tp = choose_inference_tp(cfg, shape, actor)
+        check_installed(cfg.report_to)
         check_batches(cfg, shape)
         check_models(cfg, actor)
         check_data(cfg, actor)
         on_first_process(lambda: prepare_directory(cfg, config_yaml))
         describe(shape, inference_tp, actor)
-        run = Run(cfg, shape, inference_tp)
-        with run.watch_interrupts():
+        run = Run(cfg, shape, inference_tp, baseline)
+        with run.metrics, run.report, run.watch_interrupts():
             for stage in cfg.stages:
                 run_stage(run, stage, actor)
         print_summary(run.directory, time.perf_counter() - started)
@@ -63,9 +68,13 @@ def run_stage(run: Run, stage: StageName, actor: Pretrained) -> None:
         run_sft(run, actor)
     elif stage == "reward":
         run_reward(run, reward_base(run))
+    elif stage == "dpo":
+        run_dpo(run, trained(run, "sft", cfg.actor_model))
     else:
         policy = trained(run, "sft", cfg.actor_model)
-        run_ppo(run, policy, trained(run, "reward", cfg.reward_model, scalar=True))
+        alone = cfg.ppo.reward_model_weight == 0
+        reward = None if alone else trained(run, "reward", cfg.reward_model, scalar=True)
+        run_ppo(run, policy, reward)
     say(f"{stage}: {time.perf_counter() - began:.0f} s")
 
 

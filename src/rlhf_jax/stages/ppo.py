@@ -6,12 +6,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshes.layout import Layout
+from meshes.offload import to_device
 from meshes.reshard import put_batch, put_rows
+from rlhf_jax.engine.ema import EMA, average_params, ema_program, start_ema
 from rlhf_jax.engine.hybrid import HybridEngine
+from rlhf_jax.engine.optimizer import rate_metrics
 from rlhf_jax.engine.ppo_step import (
     Scorers,
     ScoringSettings,
@@ -19,44 +24,77 @@ from rlhf_jax.engine.ppo_step import (
     ppo_update,
     score_rollout,
 )
+from rlhf_jax.engine.state import TrainState
 from rlhf_jax.engine.step import Metrics
 from rlhf_jax.hf.export import save_hf, save_reward_hf
 from rlhf_jax.hf.pretrained import Pretrained
+from rlhf_jax.objectives.adaptive import Control, Moments
 from rlhf_jax.objectives.experience import Experience
 from rlhf_jax.runtime.log import progress, say
 from rlhf_jax.runtime.profile import deepspeed_flops
 from rlhf_jax.stages.evaluate import Evaluator
 from rlhf_jax.stages.ppo_config import PPOConfig
 from rlhf_jax.stages.prompts import PromptData, ppo_data
-from rlhf_jax.stages.reward import read_statistics
+from rlhf_jax.stages.reward_plan import RewardPlan, plan_rewards, score_statistics
 from rlhf_jax.stages.roles import Cast, Roles, load_roles
 from rlhf_jax.stages.run import Run
+from rlhf_jax.stages.scores import HostScorer, host_scorer
+from rlhf_jax.stages.trainable import export_adapter
 
 SHOWN = ("objective/scores", "objective/kl", "response_length/mean", "policy/clipfrac_avg")
 
 
-def run_ppo(run: Run, actor: Pretrained, reward: Pretrained) -> None:
-    """Trains the actor and leaves it in `actor/`, the critic in `critic/`."""
+def run_ppo(run: Run, actor: Pretrained, reward: Pretrained | None) -> None:
+    """Trains the actor and leaves it in `actor/` (its average in `actor_ema/`), the critic in
+    `critic/`. `reward` is None where functions score alone.
+    """
     cfg = run.cfg.ppo
+    plan = plan_rewards(cfg, actor, reward)
+    say(f"ppo: {plan}")
+    if cfg.sampling.off_policy:
+        say(
+            f"ppo: answers are drawn with {', '.join(cfg.sampling.off_policy)}, their "
+            "log-probabilities are the policy's without: PPO does not correct for the difference"
+        )
     data = ppo_data(run, actor)
     num_batches = cfg.num_train_epochs * data.train.num_batches
     num_steps = cfg.max_steps or -(-num_batches // cfg.generation_batches)
     with jax.set_mesh(run.mesh):
-        roles, cast = load_roles(run, actor, reward, num_steps * cfg.updates_per_iteration)
-        engine = HybridEngine(actor.cfg, run.mesh, actor.cfg.stop_ids)
-        programs = Programs.create(cfg, cast, reward)
-        evaluator = Evaluator(run, engine, programs.score_evaluation, data, actor)
-        roles = train(run, roles, engine, programs, data, evaluator, num_steps)
-        save_hf(
-            run.export_dir("actor"), roles.actor.params, actor.cfg, run.cfg.dtype,
-            actor.tokenizer, actor.source_config,
-        )  # fmt: skip
+        roles, cast = load_roles(run, actor, plan, num_steps * cfg.updates_per_iteration)
+        engine = HybridEngine(
+            actor.cfg, run.mesh, actor.cfg.stop_ids, merge_adapters=cfg.merge_lora
+        )
+        programs = Programs.create(cfg, cast, plan)
+        host = host_scorer(cfg, plan, cast.reward, actor.tokenizer, run.cfg.data.chat_format)
+        evaluator = Evaluator(run, engine, programs.score_evaluation, host, data, actor)
+        roles, ema = train(run, roles, engine, programs, host, data, evaluator, num_steps)
+        policies = {"actor": roles.policy}
+        if ema is not None:
+            policies["actor_ema"] = roles.whole_actor(to_device(ema.weights))
+        for name, policy in policies.items():
+            save_hf(
+                run.export_dir(name), policy, actor.cfg, run.cfg.dtype,
+                actor.tokenizer, actor.source_config,
+            )  # fmt: skip
         save_reward_hf(
-            run.export_dir("critic"), roles.critic.params, reward.cfg, run.cfg.dtype,
-            reward.tokenizer, reward.source_config,
+            run.export_dir("critic"), roles.value_model, plan.critic.cfg, run.cfg.dtype,
+            plan.critic.tokenizer, plan.critic.source_config,
         )  # fmt: skip
+        export_adapters(run, actor, plan.critic, roles, cast)
     results = evaluator.comparison()
     run.finish_stage("ppo", results | {"steps": num_steps, "skipped": int(roles.actor.skipped)})
+
+
+def export_adapters(
+    run: Run, actor: Pretrained, critic: Pretrained, roles: Roles, cast: Cast
+) -> None:
+    """`actor_adapter/` and `critic_adapter/`, where they have adapters."""
+    cfg = run.cfg.ppo
+    export_adapter(run, "actor", actor, cfg.actor_lora, roles.actor.params, fresh=cast.fresh[0])
+    export_adapter(
+        run, "critic", critic, cfg.critic_lora, roles.critic.params,
+        fresh=cast.fresh[1], scalar=True,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,11 +104,12 @@ class Programs:
     score: Any
     score_evaluation: Any
     update: Any
+    average: Any
 
     @classmethod
-    def create(cls, cfg: PPOConfig, cast: Cast, reward: Pretrained) -> "Programs":
+    def create(cls, cfg: PPOConfig, cast: Cast, plan: RewardPlan) -> "Programs":
         """Jitted: they compile at first use, once per prompt bucket."""
-        mean, std = read_statistics(reward) if cfg.standardize_score else (0.0, 1.0)
+        mean, std = score_statistics(cfg, plan.reward)
         temperature = cfg.sampling.score_temperature
         scoring = ScoringSettings(
             reward=cfg.reward_settings,
@@ -78,6 +117,9 @@ class Programs:
             score_mean=mean,
             score_std=std,
             recompute_logprobs=cfg.old_logprobs == "train",
+            reward_model_weight=cfg.reward_model_weight,
+            adaptive_kl=cfg.adaptive_kl,
+            center_scores=cfg.score_scaling == "running_mean_std",
         )
         settings = UpdateSettings(
             temperature=temperature,
@@ -88,14 +130,15 @@ class Programs:
             target_kl=cfg.target_kl,
             num_parts=cfg.gradient_accumulation_steps,
             remat=cfg.remat,
+            ptx_coef=cfg.ptx_coef,
         )
         # Evaluation samples at temperature 1 and greedily, whatever training does.
         plain = replace(scoring, temperature=1.0, recompute_logprobs=False)
         score, score_evaluation = (
-            jax.jit(partial(score_rollout, actor=cast.actor, critic=cast.critic, settings=each))
+            jax.jit(partial(score_rollout, **cast.places, settings=each))
             for each in (scoring, plain)
         )
-        update = partial(
+        step = partial(
             ppo_update,
             actor_place=cast.actor,
             critic_place=cast.critic,
@@ -103,7 +146,43 @@ class Programs:
             settings=settings,
         )
         evaluation = score if plain == scoring else score_evaluation
-        return cls(score, evaluation, jax.jit(update, donate_argnums=(0, 1)))
+        update = jax.jit(with_rates(step, cast), donate_argnums=(0, 1))
+        return cls(score, evaluation, update, ema_program(cfg.ema))
+
+
+def with_rates(step: Any, cast: Cast) -> Any:
+    """`ppo_update` with the learning rates of both models among its metrics."""
+
+    def update(actor: TrainState, critic: TrainState, *args: Any, **kwargs: Any) -> Any:
+        *after, metrics = step(actor, critic, *args, **kwargs)
+        metrics |= rate_metrics(cast.rates[0], actor.step, "policy/")
+        metrics |= rate_metrics(cast.rates[1], critic.step, "critic/")
+        return *after, metrics
+
+    return update
+
+
+@flax.struct.dataclass
+class Companions:
+    """What training keeps beside its models: part of a checkpoint, None where it is off."""
+
+    control: Control
+    ema: EMA | None
+
+    @classmethod
+    def create(cls, cfg: PPOConfig, roles: Roles, layout: Layout) -> "Companions":
+        """As they are before the first iteration."""
+
+        def scalar(value: float) -> jax.Array:
+            return put_rows(np.asarray(value, np.float32), layout, None)
+
+        moments = Moments(scalar(0), scalar(0), scalar(0))
+        control = Control(
+            kl_coef=scalar(cfg.kl_coef) if cfg.adaptive_kl else None,
+            moments=moments if cfg.score_scaling != "none" else None,
+        )
+        averages = cfg.ema.enable
+        return cls(control, start_ema(roles.actor, offload=cfg.ema.offload) if averages else None)
 
 
 def train(
@@ -111,12 +190,14 @@ def train(
     roles: Roles,
     engine: HybridEngine,
     programs: Programs,
+    host: HostScorer,
     data: PromptData,
     evaluator: Evaluator,
     num_steps: int,
-) -> Roles:
+) -> tuple[Roles, EMA | None]:
     """The PPO loop; starts after the last checkpoint on a resume."""
-    cfg, layout = run.cfg.ppo, engine.compute
+    cfg = run.cfg.ppo
+    beside = Companions.create(cfg, roles, engine.compute)
     with run.checkpoints("ppo") as checkpoints, ExitStack() as stack:
         start = (checkpoints.latest_step() if run.cfg.resume else None) or 0
         bar = stack.enter_context(
@@ -124,22 +205,22 @@ def train(
         )
         run.log("ppo", 0, evaluator.measure(0, roles))
         if start:
-            (actor, critic), _ = checkpoints.restore(start, (roles.actor, roles.critic))
+            (actor, critic, beside), _ = checkpoints.restore(
+                start, (roles.actor, roles.critic, beside)
+            )
             roles = replace(roles, actor=actor, critic=critic)
             say(f"ppo: resumed after step {start}")
         if start == num_steps:  # its row was written before the interruption
-            evaluator.measure(start, roles)
+            evaluator.measure(start, roles, averaged(beside, roles))
         for step in range(start, num_steps):
-            experiences, metrics = collect(run, roles, engine, programs, data, step)
+            experiences, control, metrics = collect(
+                run, roles, beside.control, engine, programs, host, data, step
+            )
             with run.timer.phase("update") as wait:
-                stopped, all_losses = jnp.bool_(False), []
-                for experience, rows in minibatches(cfg, experiences, run.cfg.seed, step):
-                    actor, critic, stopped, losses = programs.update(
-                        roles.actor, roles.critic, experience,
-                        put_rows(rows, layout, None), stopped,
-                    )  # fmt: skip
-                    roles = replace(roles, actor=actor, critic=critic)
-                    all_losses.append(losses)
+                roles, ema, all_losses = update(
+                    run, roles, beside.ema, engine, programs, data, experiences, step
+                )
+                beside = Companions(control, ema)
                 wait.append(all_losses)
             done = step + 1
             # Before any update the new log-probabilities are the training graph's of the policy
@@ -149,28 +230,41 @@ def train(
             metrics |= throughput(run, engine, data)
             if run.due(run.cfg.eval_interval, done, num_steps):
                 with run.timer.phase("evaluate"):
-                    metrics |= evaluator.measure(done, roles)
+                    metrics |= evaluator.measure(done, roles, averaged(beside, roles))
             values = run.log("ppo", done, metrics)
             bar.update(done, {name.split("/")[1]: values[name] for name in SHOWN})
             stopping = run.should_stop(logged=True)
             if stopping or run.due(run.cfg.save_interval, done, num_steps):
-                checkpoints.save(done, (roles.actor, roles.critic), {"stage": "ppo", "step": done})
+                saved = (roles.actor, roles.critic, beside)
+                checkpoints.save(done, saved, {"stage": "ppo", "step": done})
             if stopping:
                 checkpoints.wait()
                 run.stop("ppo", done)
-    return roles
+    return roles, beside.ema
+
+
+def averaged(beside: Companions, roles: Roles) -> Any:
+    """The averaged actor in the dtype of the actor, where there is one."""
+    return None if beside.ema is None else average_params(beside.ema, roles.actor)
 
 
 def collect(
-    run: Run, roles: Roles, engine: HybridEngine, programs: Programs, data: PromptData, step: int
-) -> tuple[list[tuple[Experience, np.ndarray]], Metrics]:
+    run: Run,
+    roles: Roles,
+    control: Control,
+    engine: HybridEngine,
+    programs: Programs,
+    host: HostScorer,
+    data: PromptData,
+    step: int,
+) -> tuple[list[tuple[Experience, np.ndarray]], Control, dict[str, Any]]:
     """Generates and scores the batches of one iteration, each with its `valid_B`; metrics are
     means over them.
     """
     cfg = run.cfg.ppo
-    policy = engine.pin(roles.actor.params) if cfg.pin_rollout else roles.actor.params
-    scorers = Scorers(roles.actor.params, roles.reference, roles.critic.params, roles.reward)
-    experiences, all_metrics = [], []
+    policy = engine.pin(roles.policy) if cfg.pin_rollout else roles.policy
+    scorers = Scorers(roles.policy, roles.reference, roles.value_model, roles.reward)
+    experiences, all_metrics, all_scores = [], [], []
     for part in range(cfg.generation_batches):
         prompts = data.train.batch(step * cfg.generation_batches + part)
         with run.timer.phase("generate") as wait:
@@ -178,13 +272,45 @@ def collect(
             rollout = engine.generate(policy, prompts, cfg.sampling, key=key)
             wait.append(rollout)
         with run.timer.phase("score") as wait:
-            experience, metrics = programs.score(
-                scorers, put_batch(prompts, engine.compute), rollout
-            )
+            scores = host.score(prompts, data.rows, rollout, roles.text_reward)
+            experience, control, metrics = programs.score(
+                scorers, put_batch(prompts, engine.compute), rollout,
+                scores and put_rows(scores.total_B, engine.compute, "batch"), control,
+            )  # fmt: skip
             wait.append(metrics)
         experiences.append((experience, prompts.valid_B))
         all_metrics.append(metrics)
-    return experiences, means(all_metrics)
+        all_scores.append(scores)
+    return experiences, control, means(all_metrics) | host.metrics(all_scores)
+
+
+def update(
+    run: Run,
+    roles: Roles,
+    ema: EMA | None,
+    engine: HybridEngine,
+    programs: Programs,
+    data: PromptData,
+    experiences: list[tuple[Experience, np.ndarray]],
+    step: int,
+) -> tuple[Roles, EMA | None, list[Metrics]]:
+    """The optimizer steps of one iteration, each with its own batch of pretraining text."""
+    cfg, layout = run.cfg.ppo, engine.compute
+    stopped, all_losses = jnp.bool_(False), []
+    for n, (experience, rows) in enumerate(minibatches(cfg, experiences, run.cfg.seed, step)):
+        number = step * cfg.updates_per_iteration + n
+        text = None if data.ptx is None else put_batch(data.ptx.batch(number), layout)
+        actor, critic, stopped, losses = programs.update(
+            roles.actor, roles.critic, experience, put_rows(rows, layout, None), stopped, text,
+            frozen=roles.frozen, key=roles.dropout_key,
+        )  # fmt: skip
+        roles = replace(roles, actor=actor, critic=critic)
+        if ema is not None and cfg.ema.per == "minibatch":
+            ema = programs.average(ema, roles.actor)
+        all_losses.append(losses)
+    if ema is not None and cfg.ema.per == "iteration":
+        ema = programs.average(ema, roles.actor)
+    return roles, ema, all_losses
 
 
 def means(rows: list[Metrics]) -> Metrics:

@@ -1,11 +1,15 @@
 """The settings of step 3."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import Literal
 
+from rlhf_jax.engine.ema import EMAConfig
 from rlhf_jax.engine.optimizer import OptimizerConfig, Schedule
 from rlhf_jax.engine.sampling import SamplingConfig
 from rlhf_jax.models.decoder import Remat
+from rlhf_jax.models.lora import LoRAConfig
+from rlhf_jax.objectives.adaptive import AdaptiveKL
 from rlhf_jax.objectives.experience import RewardSettings
 from rlhf_jax.stages.ranges import check_at_least, check_parts
 
@@ -21,7 +25,11 @@ class PPOConfig:
     lr_scheduler_type: Schedule = "cosine"
     num_warmup_steps: int = 100
     final_lr_fraction: float = 0.0
-    """Where linear and cosine schedules end, as a share of the learning rate."""
+    """Where schedules that fall end, as a share of the learning rate."""
+    lr_num_cycles: int = 1
+    """How often `cosine_with_restarts` starts at the full rate."""
+    lr_power: float = 1.0
+    """Of the schedule `polynomial`."""
     adam_beta2: float = 0.95
     batch_size: int = 64
     """Prompts answered in one generation, over all devices."""
@@ -43,7 +51,15 @@ class PPOConfig:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    """Keep tokens with at least this share of the likeliest one's probability; 0: off."""
+    repetition_penalty: float = 1.0
+    """Above 1: tokens of the prompt and the answer so far become less likely."""
     kl_coef: float = 0.1
+    adaptive_kl_target: float | None = None
+    """Steer the KL of an answer (nats) to this value: `kl_coef` is where the coefficient starts."""
+    adaptive_kl_horizon: int = 10000
+    """Answers within which the adaptive coefficient follows; smaller is faster."""
     kl_kind: Literal["k1", "k3"] = "k1"
     gamma: float = 1.0
     lam: float = 0.95
@@ -54,11 +70,23 @@ class PPOConfig:
     score_clip: float | None = 5.0
     standardize_score: bool = True
     """Scores in units of the reward model's mean and deviation on its training answers."""
+    reward_model_weight: float = 1.0
+    """What the reward model's score counts in the sum with reward functions; 0: they score alone,
+    and no reward model is loaded."""
+    reward_fn: tuple[str, ...] = ()
+    """Functions that score answers: `module:function` or `path/to/file.py:function`."""
+    reward_fn_weights: tuple[float, ...] = ()
+    """What the score of each counts, in their order; none given: 1 each."""
+    score_scaling: Literal["none", "running_std", "running_mean_std"] = "none"
+    """Divide rewarded scores by the deviation of all scores so far, or take their mean off too."""
     missing_eos_penalty: float | None = None
     """Taken off the score of an answer that reached the length limit."""
     whiten_advantages: bool = True
     train_eos: bool = True
     """The action that ends an answer is trained too (DeepSpeed-Chat leaves it out)."""
+    critic_from: Literal["reward_model", "actor"] = "reward_model"
+    """What the critic starts from; the actor, with a head of zeros, where no reward model is
+    loaded."""
     reset_critic_head: bool = False
     """Start the critic's head at zero instead of at the reward model's."""
     old_logprobs: Literal["rollout", "train"] = "rollout"
@@ -67,8 +95,24 @@ class PPOConfig:
     """Leave out the rest of an update phase once the mean KL to the rollout policy exceeds it."""
     pin_rollout: bool = False
     """Keep the gathered rollout copy of the actor between the generations of an iteration."""
+    ptx_coef: float = 0.0
+    """Weight of the cross-entropy on pretraining text beside the actor's loss; 0: off."""
+    ptx_path: str | None = None
+    """The pretraining text: a source of rows with a `text` column, or a .txt file."""
+    ema: EMAConfig = field(default_factory=EMAConfig)
+    frozen_dtype: Literal["bfloat16", "float32"] | None = None
+    """Of reference and reward model; None: that of --dtype."""
+    offload_reference_model: bool = False
+    """Keep the reference model in host memory; its layers visit the devices one by one."""
+    offload_reward_model: bool = False
+    """The same for the reward model."""
     num_eval_prompts: int = 64
     """Held-out prompts answered at every evaluation."""
+    actor_lora: LoRAConfig = field(default_factory=LoRAConfig)
+    critic_lora: LoRAConfig = field(default_factory=LoRAConfig)
+    merge_lora: bool = False
+    """Generate with the adapters merged into a copy of their weights; unmerged, updates below the
+    spacing of bfloat16 count too."""
     remat: Remat = "full"
 
     def __post_init__(self) -> None:
@@ -83,6 +127,18 @@ class PPOConfig:
             )
         check_at_least(self, 1, "generation_batches", "ppo_epochs", "num_train_epochs", "max_steps")
         check_at_least(self, 0, "clip_range", "value_clip_range", "value_coef", "entropy_coef")
+        check_at_least(self, 0, "ptx_coef", "reward_model_weight")
+        if self.offload_reward_model and not self.reward_model_weight:
+            raise ValueError(
+                "offload_reward_model: with reward_model_weight=0 no reward model is loaded, leave "
+                "it out"
+            )
+        check_reward_weights(self)
+        if bool(self.ptx_coef) != (self.ptx_path is not None):
+            raise ValueError(
+                f"ptx_coef={self.ptx_coef} and ptx_path={self.ptx_path}: pretraining text is mixed "
+                "in with both, a coefficient above 0 and a path, or with neither"
+            )
         if self.batch_size % self.rows_per_step:
             raise ValueError(
                 f"minibatch_size={self.minibatch_size} must divide batch_size={self.batch_size}: "
@@ -90,6 +146,7 @@ class PPOConfig:
             )
         check_parts("minibatch_size", self.rows_per_step, self.gradient_accumulation_steps)
         _ = self.sampling, self.reward_settings, self.optimizer("actor"), self.optimizer("critic")
+        _ = self.adaptive_kl
 
     @property
     def rows_per_step(self) -> int:
@@ -108,7 +165,20 @@ class PPOConfig:
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
         )
+
+    @property
+    def adaptive_kl(self) -> AdaptiveKL | None:
+        if self.adaptive_kl_target is None:
+            return None
+        if not self.kl_coef:
+            raise ValueError(
+                f"adaptive_kl_target={self.adaptive_kl_target} multiplies kl_coef, which is 0 and "
+                "would stay so: start from a coefficient above 0"
+            )
+        return AdaptiveKL(self.adaptive_kl_target, self.adaptive_kl_horizon)
 
     @property
     def reward_settings(self) -> RewardSettings:
@@ -130,6 +200,26 @@ class PPOConfig:
             schedule=self.lr_scheduler_type,
             warmup_steps=self.num_warmup_steps,
             final_fraction=self.final_lr_fraction,
+            num_cycles=self.lr_num_cycles,
+            power=self.lr_power,
             weight_decay=self.actor_weight_decay if actor else self.critic_weight_decay,
             beta2=self.adam_beta2,
         )
+
+
+def check_reward_weights(cfg: PPOConfig) -> None:
+    """ValueError where nothing scores the answers, or weights and functions do not pair."""
+    if not cfg.reward_model_weight and not cfg.reward_fn:
+        raise ValueError(
+            "reward_model_weight=0 and no reward_fn: nothing scores the answers; give functions, "
+            "or a weight above 0"
+        )
+    weights, functions = len(cfg.reward_fn_weights), len(cfg.reward_fn)
+    if weights and weights != functions:
+        raise ValueError(
+            f"reward_fn_weights has {weights} weights for {functions} functions of reward_fn: "
+            "give one for each, or none"
+        )
+    infinite = [weight for weight in cfg.reward_fn_weights if not math.isfinite(weight)]
+    if infinite or not math.isfinite(cfg.reward_model_weight):
+        raise ValueError("reward_model_weight and reward_fn_weights must be finite")

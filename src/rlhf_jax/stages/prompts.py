@@ -1,12 +1,20 @@
 """The prompts of step 3: batches to answer in training, and held-out ones for evaluation."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from rlhf_jax.data.batches import PromptBatch, bucket_of, collate_prompts, prompt_buckets
+from rlhf_jax.data.batches import (
+    PromptBatch,
+    TextBatch,
+    bucket_of,
+    collate_prompts,
+    prompt_buckets,
+)
 from rlhf_jax.data.loader import Loader
 from rlhf_jax.data.tokenize import PromptRow, tokenize_prompts
 from rlhf_jax.hf.pretrained import Pretrained
+from rlhf_jax.stages.ptx import ptx_loader
 from rlhf_jax.stages.rows import stage_rows
 from rlhf_jax.stages.run import Run
 
@@ -16,12 +24,17 @@ PAD_MULTIPLE = 8
 
 @dataclass(frozen=True)
 class PromptData:
-    """`held_out` are the rows behind the batches of `evaluation`, in order."""
+    """`held_out` are the rows behind the batches of `evaluation`, in order; `rows` those behind
+    the batches of `train`, by sample id; `ptx` is pretraining
+    text, one batch an update.
+    """
 
     train: Loader[PromptBatch]
     evaluation: list[PromptBatch]
     held_out: list[PromptRow]
     max_prompt: int
+    rows: Mapping[int, PromptRow]
+    ptx: Loader[TextBatch] | None = None
 
 
 def ppo_data(run: Run, actor: Pretrained) -> PromptData:
@@ -40,7 +53,9 @@ def ppo_data(run: Run, actor: Pretrained) -> PromptData:
         batch_size=cfg.batch_size,
         seed=run.cfg.seed,
         group_of=lambda row: bucket_of(len(row.tokens), buckets),
+        mixture=read.mixture,
     )
     starts = range(0, len(held_out), cfg.batch_size)
     evaluation = [collate(held_out[n : n + cfg.batch_size], cfg.batch_size) for n in starts]
-    return PromptData(train, evaluation, held_out, max(buckets))
+    by_id = {row.sample_id: row for row in rows}
+    return PromptData(train, evaluation, held_out, max(buckets), by_id, ptx_loader(run.cfg, actor))

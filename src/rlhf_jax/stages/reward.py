@@ -19,7 +19,6 @@ from rlhf_jax.models.decoder import forward
 from rlhf_jax.models.params import (
     ScalarModel,
     compute_layout,
-    scalar_specs,
     store_layout,
 )
 from rlhf_jax.models.scoring import scalar_scores
@@ -29,6 +28,7 @@ from rlhf_jax.stages.rows import batches_of_one_length, stage_rows
 from rlhf_jax.stages.run import Run
 from rlhf_jax.stages.supervised import Task, train_supervised
 from rlhf_jax.stages.supervised_config import RewardConfig
+from rlhf_jax.stages.trainable import export_adapter, load_trainable
 
 STATISTICS_FILE = "score_statistics.json"
 STATISTICS_BATCHES = 16
@@ -42,7 +42,6 @@ def run_reward(run: Run, base: Pretrained) -> None:
     task = Task(
         stage="reward",
         cfg=cfg,
-        specs=scalar_specs(model),
         layout=compute,
         loss=partial(pair_batch_loss, cfg=cfg, model=model, layout=compute),
         weight=num_pairs,
@@ -50,13 +49,19 @@ def run_reward(run: Run, base: Pretrained) -> None:
     )
     with jax.set_mesh(run.mesh):
         store = store_layout(model, run.mesh)
-        params = base.scalar_model(store, run.dtype, key=run.key(0, "init"))
-        state, results = train_supervised(run, task, params, loader, eval_batches)
-        save_reward_hf(
-            directory, state.params, model, run.cfg.dtype, base.tokenizer, base.source_config
+        start = load_trainable(
+            base, cfg.lora, store, run.dtype, scalar=True, key=run.key(0, "init")
         )
+        params, results = train_supervised(run, task, start, loader, eval_batches)
+        save_reward_hf(directory, params, model, run.cfg.dtype, base.tokenizer, base.source_config)
         used = [loader.batch(n) for n in range(min(STATISTICS_BATCHES, loader.num_batches))]
-        write_statistics(directory, task.measure()(state.params, used))
+        statistics = task.measure()(params, used)
+        export_adapter(
+            run, "reward", base, cfg.lora, start.pick(params), fresh=start.fresh, scalar=True
+        )
+        for place in (directory, run.export_dir("reward_adapter")):
+            if place.exists():
+                write_statistics(place, statistics)
     if eval_batches:
         say(f"reward: held-out accuracy {results['eval/accuracy']:.3f}")
     run.finish_stage("reward", results)
@@ -101,6 +106,7 @@ def score_pairs(
         chosen.lengths_B,
         rejected.lengths_B,
         chosen.valid_B,
+        batch.margin_B,
         span=cfg.span,
         center_coef=cfg.center_coef,
     )
@@ -139,7 +145,7 @@ def write_statistics(directory: Path, means: Metrics) -> None:
 
 def read_statistics(model: Pretrained) -> tuple[float, float]:
     """Mean and deviation of a reward model's scores; ValueError where it came without them."""
-    path = model.directory / STATISTICS_FILE if model.directory else None
+    path = model.home / STATISTICS_FILE if model.home else None
     if path is None or not path.exists():
         raise ValueError(
             f"the reward model {model.name} has no {STATISTICS_FILE}, which step 2 writes: train "

@@ -1,6 +1,6 @@
 """The rows of a stage: read, tokenised and counted; for steps 1 and 2 their batches too."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -9,7 +9,9 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_jax.data.batches import common_length
 from rlhf_jax.data.blend import load_stage_records
 from rlhf_jax.data.loader import Loader
-from rlhf_jax.data.records import Record
+from rlhf_jax.data.mixture import Mixture
+from rlhf_jax.data.records import Example
+from rlhf_jax.data.render import ChatFormat
 from rlhf_jax.data.tokenize import Overlong, TokenizeReport
 from rlhf_jax.hf.pretrained import Pretrained
 from rlhf_jax.runtime.log import say
@@ -25,23 +27,26 @@ class Tokenize[Row](Protocol):
 
     def __call__(
         self,
-        records: Sequence[Record],
+        records: Sequence[Example],
         tokenizer: PreTrainedTokenizerBase,
         *,
         max_length: int,
         overlong: Overlong,
+        chat_format: ChatFormat,
+        stop_ids: Collection[int],
     ) -> tuple[list[Row], TokenizeReport]: ...
 
 
 @dataclass(frozen=True)
 class StageRows[Row]:
     """What a stage trains on and is evaluated on (may be empty). `notes` says how they came
-    about, a line each.
+    about, a line each; `mixture` how often a weighted blend shows the rows of each source.
     """
 
     train: list[Row]
     held_out: list[Row]
     notes: tuple[str, ...]
+    mixture: Mixture | None = None
 
 
 def read_rows[Row](
@@ -54,8 +59,15 @@ def read_rows[Row](
         FileNotFoundError: as `load_stage_records`.
     """
     flag, max_length = length_limit(cfg, stage)
-    records = load_stage_records(cfg.data, stage, seed=cfg.seed)
-    settings: dict[str, Any] = {"max_length": max_length, "overlong": cfg.data.overlong}
+    # The pairs that step 2 would train on are those that step dpo trains on.
+    part = "reward" if stage == "dpo" else stage
+    records = load_stage_records(cfg.data, part, seed=cfg.seed)
+    settings: dict[str, Any] = {
+        "max_length": max_length,
+        "overlong": cfg.data.overlong,
+        "chat_format": cfg.data.chat_format,
+        "stop_ids": model.cfg.stop_ids,
+    }
     train, report = tokenize(records.train, model.tokenizer, **settings)
     if not train:
         cut = "use --data.overlong=cut, " if cfg.data.overlong == "drop" else ""
@@ -63,13 +75,34 @@ def read_rows[Row](
             f"{stage}: of {len(records.train)} train rows none is left after tokenising: {report}. "
             f"Raise {flag}={max_length}, {cut}or give other data"
         )
+    mixture = mixture_of(cfg, train, records.weights, str(report)) if records.weights else None
     notes = [*records.notes, f"{stage}: {report}"]
+    if mixture is not None:
+        paths = (*cfg.data.data_path, *cfg.data.sft_only_data_path)
+        each = zip(mixture.counts, paths, strict=False)
+        shown = ", ".join(f"{count} of {path}" for count, path in each)
+        notes.append(f"{stage}: an epoch has {shown}")
     held_out: list[Row] = []
     if records.eval:
         held_out, report = tokenize(records.eval, model.tokenizer, **settings)
         nothing = "" if held_out else "; nothing is evaluated"
         notes.append(f"{stage} held out: {report}{nothing}")
-    return StageRows(train, held_out, tuple(notes))
+    return StageRows(train, held_out, tuple(notes), mixture)
+
+
+def mixture_of(
+    cfg: TrainConfig, rows: Sequence[Any], weights: Sequence[float], report: str
+) -> Mixture:
+    """The mixture of a weighted blend; ValueError where tokenising leaves a source no row."""
+    sources = [row.source for row in rows]
+    paths = (*cfg.data.data_path, *cfg.data.sft_only_data_path)
+    empty = [paths[n] for n in sorted({*range(len(weights))} - {*sources})]
+    if empty:
+        raise ValueError(
+            f"tokenising leaves no train row of {', '.join(empty)}, which has a weight in "
+            f"--data.data-weights ({report}): raise the maximum length, or leave it out"
+        )
+    return Mixture.of(sources, weights)
 
 
 def stage_rows[Row](
@@ -86,7 +119,7 @@ def length_limit(cfg: TrainConfig, stage: StageName) -> tuple[str, int]:
     """How many tokens a row of a stage may have, and the flag that says so."""
     if stage == "ppo":
         return "--ppo.max-prompt-seq-len", cfg.ppo.max_prompt_seq_len
-    settings = cfg.sft if stage == "sft" else cfg.reward
+    settings = {"sft": cfg.sft, "reward": cfg.reward, "dpo": cfg.dpo}[stage]
     return f"--{stage}.max-seq-len", settings.max_seq_len
 
 
@@ -106,6 +139,6 @@ def batches_of_one_length[Batch](
     def pad(some: Sequence[Any], size: int) -> Batch:
         return collate(some, size, length=length)
 
-    train = Loader(rows.train, pad, batch_size=batch_size, seed=run.cfg.seed)
+    train = Loader(rows.train, pad, batch_size=batch_size, seed=run.cfg.seed, mixture=rows.mixture)
     starts = range(0, len(rows.held_out), batch_size)[: run.cfg.eval_batches]
     return train, [pad(rows.held_out[n : n + batch_size], batch_size) for n in starts]

@@ -17,16 +17,23 @@ import yaml
 
 from meshes.layout import MeshShape, make_mesh
 from meshes.multihost import any_process, on_first_process
+from rlhf_jax.data.sources import local_path
 from rlhf_jax.runtime.checkpoint import Checkpoints
+from rlhf_jax.runtime.disk import replace_text
 from rlhf_jax.runtime.log import say
-from rlhf_jax.runtime.metrics import MetricsWriter, Scalar
+from rlhf_jax.runtime.metrics import MetricsWriter, Scalar, last_steps
 from rlhf_jax.runtime.profile import PhaseTimer
+from rlhf_jax.runtime.report.live import LiveReport
+from rlhf_jax.runtime.report.page import State
+from rlhf_jax.runtime.report.settings import Baseline
+from rlhf_jax.runtime.trackers import RunInfo, open_trackers
 from rlhf_jax.stages.config import StageName, TrainConfig
 
 CONFIG_FILE, SUMMARY_FILE, METRICS_FILE = "config.yaml", "summary.json", "metrics.jsonl"
 FREE_ON_RESUME = {
     "step", "resume", "overwrite_output_dir", "output_dir", "mesh", "inference_tp_size",
     "log_interval", "eval_interval", "eval_batches", "save_interval", "save_total_limit",
+    "report_to", "project", "run_name", "tensorboard_path",
 }  # fmt: skip
 """Fields that a resumed run may change: where and how it runs, not what it computes."""
 
@@ -34,12 +41,19 @@ FREE_ON_RESUME = {
 class Run:
     """What the stages share."""
 
-    def __init__(self, cfg: TrainConfig, shape: MeshShape, inference_tp: int) -> None:
+    def __init__(
+        self,
+        cfg: TrainConfig,
+        shape: MeshShape,
+        inference_tp: int,
+        baseline: Baseline | None = None,
+    ) -> None:
         self.cfg = cfg
         self.directory = Path(cfg.output_dir)
         self.mesh = make_mesh(shape, inference_tp)
         self.dtype = jnp.dtype(cfg.dtype)
-        self.metrics = MetricsWriter(self.directory / METRICS_FILE)
+        self.metrics = open_metrics(cfg)
+        self.report = LiveReport(self.directory, baseline)
         self.timer = PhaseTimer()
         self.interrupted = False
         self._seed_key = jax.random.key(cfg.seed)
@@ -51,7 +65,9 @@ class Run:
 
     def log(self, stage: StageName, step: int, metrics: Mapping[str, Scalar]) -> dict[str, float]:
         """Writes a row of metrics with the phase times since the last one."""
-        return self.metrics.write(stage, step, {**metrics, **self.timer.take()})
+        values = self.metrics.write(stage, step, {**metrics, **self.timer.take()})
+        self.report.refresh()
+        return values
 
     def checkpoints(self, stage: StageName) -> Checkpoints:
         return Checkpoints(self.directory / "checkpoints" / stage, self.cfg.save_total_limit)
@@ -73,9 +89,10 @@ class Run:
         def write() -> None:
             summary = read_summary(self.directory) | {stage: finite(results)}
             text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
-            (self.directory / SUMMARY_FILE).write_text(text, encoding="utf-8")
+            replace_text(self.directory / SUMMARY_FILE, text)
 
         on_first_process(write)
+        self.report.write(State("running"))
 
     def due(self, interval: int, step: int, last: int) -> bool:
         """Whether something with this interval happens after `step` steps, or they were all."""
@@ -110,6 +127,16 @@ class Run:
         """After a checkpoint was written: says how to go on, and ends the run."""
         say(f"stopped {stage} after step {step}; go on with the same command and --resume")
         raise KeyboardInterrupt
+
+
+def open_metrics(cfg: TrainConfig) -> MetricsWriter:
+    """The metrics file of a run, with its trackers."""
+    directory = Path(cfg.output_dir)
+    file = directory / METRICS_FILE
+    info = RunInfo(
+        directory, flatten(cfg), cfg.project, cfg.run_name, cfg.tensorboard_path, cfg.resume
+    )
+    return MetricsWriter(file, open_trackers(cfg.report_to, info, last_steps(file)))
 
 
 def finite(results: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,12 +180,14 @@ def prepare_directory(cfg: TrainConfig, config_yaml: str) -> None:
         check_keeps_inputs(cfg, directory)
         shutil.rmtree(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    config_file.write_text(startable(config_yaml), encoding="utf-8")
+    replace_text(config_file, startable(config_yaml))
 
 
 def check_keeps_inputs(cfg: TrainConfig, directory: Path) -> None:
     """ValueError where deleting the directory would delete what the run reads."""
-    inputs = (cfg.actor_model, cfg.reward_model, *cfg.data.data_path, *cfg.data.sft_only_data_path)
+    data = (*cfg.data.data_path, *cfg.data.sft_only_data_path)
+    inputs = [cfg.actor_model, cfg.reward_model, *(str(local_path(path)) for path in data)]
+    inputs += [cfg.ppo.ptx_path] if cfg.ppo.ptx_path is not None else []
     inside = [name for name in inputs if Path(name).resolve().is_relative_to(directory.resolve())]
     if inside:
         raise ValueError(

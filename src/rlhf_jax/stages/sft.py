@@ -15,12 +15,7 @@ from rlhf_jax.hf.export import save_hf
 from rlhf_jax.hf.pretrained import Pretrained
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.decoder import Remat, forward
-from rlhf_jax.models.params import (
-    Params,
-    compute_layout,
-    param_specs,
-    store_layout,
-)
+from rlhf_jax.models.params import Params, compute_layout, store_layout
 from rlhf_jax.models.scoring import score_tokens
 from rlhf_jax.objectives.losses import Metrics, prediction_mask, sft_loss
 from rlhf_jax.runtime.log import say
@@ -28,6 +23,7 @@ from rlhf_jax.stages.rows import batches_of_one_length, stage_rows
 from rlhf_jax.stages.run import Run
 from rlhf_jax.stages.supervised import Task, train_supervised
 from rlhf_jax.stages.supervised_config import SFTConfig
+from rlhf_jax.stages.trainable import export_adapter, load_trainable
 
 
 def run_sft(run: Run, base: Pretrained) -> None:
@@ -38,7 +34,6 @@ def run_sft(run: Run, base: Pretrained) -> None:
     task = Task(
         stage="sft",
         cfg=cfg,
-        specs=param_specs(model),
         layout=compute,
         loss=partial(sft_batch_loss, cfg=cfg, model=model, layout=compute),
         weight=partial(num_predictions, loss_on=cfg.loss_on),
@@ -46,12 +41,13 @@ def run_sft(run: Run, base: Pretrained) -> None:
     )
     with jax.set_mesh(run.mesh):
         store = store_layout(model, run.mesh)
-        params = base.params(store, run.dtype, key=run.key(0, "init"))
-        state, results = train_supervised(run, task, params, loader, eval_batches)
+        start = load_trainable(base, cfg.lora, store, run.dtype, key=run.key(0, "init"))
+        params, results = train_supervised(run, task, start, loader, eval_batches)
         save_hf(
-            run.export_dir("sft"), state.params, model, run.cfg.dtype,
+            run.export_dir("sft"), params, model, run.cfg.dtype,
             base.tokenizer, base.source_config,
         )  # fmt: skip
+        export_adapter(run, "sft", base, cfg.lora, start.pick(params), fresh=start.fresh)
     if eval_batches:
         results["eval/perplexity"] = perplexity(results["eval/cross_entropy"])
         say(f"sft: held-out perplexity {results['eval/perplexity']:.3f}")

@@ -1,4 +1,4 @@
-"""The table at the end of a run: what each stage reached, and what PPO changed."""
+"""The table at the end of a run: what each stage reached, and what PPO or DPO changed."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +10,15 @@ from rlhf_jax.runtime.log import console, say
 from rlhf_jax.stages.run import read_summary
 
 VERDICTS = ("right", "wrong", "unhelpful")
+AVERAGED = ("objective/scores", "objective/kl", "sampled_right", "greedy_right")
+"""What is said of the moving average beside the last weights."""
+EXPORTS = {
+    "sft": "after step 1",
+    "reward": "reward model",
+    "actor": "after PPO",
+    "actor_ema": "after PPO, the moving average",
+    "dpo": "after DPO",
+}
 
 
 def print_summary(directory: Path, seconds: float) -> None:
@@ -19,15 +28,21 @@ def print_summary(directory: Path, seconds: float) -> None:
         say(f"sft      held-out perplexity {number(summary['sft']['eval/perplexity'])}")
     if "reward" in summary and "eval/accuracy" in summary["reward"]:
         say(f"reward   held-out accuracy {number(summary['reward']['eval/accuracy'])}")
+    dpo = summary.get("dpo", {})
+    if "eval/rewards/accuracies" in dpo:
+        say(f"dpo      held-out accuracy {number(dpo['eval/rewards/accuracies'])}")
+    if dpo.get("before"):
+        print_shares("DPO", dpo["before"], dpo["after"])
     ppo = summary.get("ppo", {})
     if ppo.get("before"):
         print_ppo(ppo["before"], ppo["after"])
     say(f"finished in {seconds:.0f} s; everything is in {directory}/")
-    for name, what in (("sft", "after step 1"), ("reward", "reward model"), ("actor", "after PPO")):
+    for name, what in EXPORTS.items():
         if (directory / name).exists():
             say(f"  {directory / name}/  {what}, a Hugging Face directory")
+    say(f"  {directory / 'report.html'}  open it in a browser")
     say(f"  {directory / 'metrics.jsonl'}, {directory / 'samples'}/, {directory / 'config.yaml'}")
-    if (directory / "actor").exists() or (directory / "sft").exists():
+    if any((directory / name).exists() for name in ("actor", "dpo", "sft")):
         say(f"try it: python -m rlhf_jax.chat {directory}")
 
 
@@ -36,11 +51,20 @@ def print_ppo(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
     for name in ("objective/scores", "objective/kl", "response_length/mean"):
         then, now = before[f"eval/{name}"], after[f"eval/{name}"]
         say(f"ppo      held-out {name}: {number(then)} -> {number(now)}")
+    print_shares("PPO", before, after)
+    for name in AVERAGED:
+        if f"eval/ema_{name}" in after:
+            last, average = after[f"eval/{name}"], after[f"eval/ema_{name}"]
+            say(f"ppo      moving average, {name}: {number(average)} (last: {number(last)})")
+
+
+def print_shares(stage: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Tables of the shares and a sentence, where the truth is known."""
     if "judged" not in before:
         return
     for how in ("sampled", "greedy"):
-        console.print(shares_table(how, before["judged"][how], after["judged"][how]))
-    say(sentence(before["judged"], after["judged"]))
+        console.print(shares_table(stage, how, before["judged"][how], after["judged"][how]))
+    say(sentence(stage, before["judged"], after["judged"]))
 
 
 def number(value: float | None) -> str:
@@ -48,10 +72,12 @@ def number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.3f}"
 
 
-def shares_table(how: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Table:
-    """Right, wrong and unhelpful answers in percent, by task: after SFT -> after PPO."""
+def shares_table(
+    stage: str, how: str, before: Mapping[str, Any], after: Mapping[str, Any]
+) -> Table:
+    """Right, wrong and unhelpful answers in percent, by task, after SFT and after `stage`."""
     title = "sampled at temperature 1" if how == "sampled" else "greedy"
-    table = Table(title=f"held-out answers in %, {title}: after SFT -> after PPO")
+    table = Table(title=f"held-out answers in %, {title}: after SFT -> after {stage}")
     table.add_column("task")
     for verdict in VERDICTS:
         table.add_column(verdict, justify="right")
@@ -61,15 +87,15 @@ def shares_table(how: str, before: Mapping[str, Any], after: Mapping[str, Any]) 
     return table
 
 
-def sentence(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """What PPO changed, in a sentence."""
+def sentence(stage: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """What `stage` changed, in a sentence."""
     points = {
         (how, verdict): 100 * (after[how]["all"][verdict] - before[how]["all"][verdict])
         for how in ("sampled", "greedy")
         for verdict in VERDICTS
     }
     return (
-        f"PPO changed the share of right answers by {points['sampled', 'right']:+.1f} points "
+        f"{stage} changed the share of right answers by {points['sampled', 'right']:+.1f} points "
         f"sampled at temperature 1 and by {points['greedy', 'right']:+.1f} greedily; unhelpful "
         f"ones by {points['sampled', 'unhelpful']:+.1f} and wrong ones by "
         f"{points['sampled', 'wrong']:+.1f} points (sampled)."

@@ -1,4 +1,4 @@
-"""What the two supervised stages share: their program, their loop, their evaluation."""
+"""What steps 1, 2 and dpo share: their program, their loop, their evaluation."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -11,14 +11,16 @@ import jax
 from meshes.layout import Layout
 from meshes.reshard import put_batch
 from rlhf_jax.data.loader import Loader
-from rlhf_jax.engine.optimizer import make_optimizer
+from rlhf_jax.engine.optimizer import rate_metrics
 from rlhf_jax.engine.state import TrainState, create_state
 from rlhf_jax.engine.step import LossFn, WeightFn, train_step
+from rlhf_jax.models.lora import combine
 from rlhf_jax.objectives.losses import Metrics
 from rlhf_jax.runtime.log import progress, say
 from rlhf_jax.stages.config import StageName
 from rlhf_jax.stages.run import Run
 from rlhf_jax.stages.supervised_config import SupervisedConfig
+from rlhf_jax.stages.trainable import Trainable
 
 Update = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 Evaluate = Callable[[TrainState], Metrics]
@@ -29,31 +31,39 @@ Measure = Callable[[Any, list[Any]], Metrics]
 class Task:
     """What a stage minimises: `loss` is a mean over what `weight` counts (tokens, pairs).
 
-    `specs` declare the parameters, `layout` is where the loss computes, `shown` names the metrics
-    of the progress bar.
+    `layout` is where the loss computes, `shown` names the metrics of the progress bar. `prepare`
+    makes of a batch on the devices what the loss reads: a program of its own, so that models which
+    it runs are no part of the update.
     """
 
     stage: StageName
     cfg: SupervisedConfig
-    specs: Any
     layout: Layout
     loss: LossFn
     weight: WeightFn
     shown: tuple[str, ...]
+    prepare: Callable[[Any], Any] = lambda batch: batch
 
     def measure(self) -> Measure:
         """A function of parameters and batches: the metrics' means over all batches."""
         judge = jax.jit(lambda params, batch: (self.weight(batch), self.loss(params, batch)[1]))
-        return lambda params, batches: mean_over(batches, partial(judge, params), self.layout)
+
+        def measure(params: Any, batches: list[Any]) -> Metrics:
+            return mean_over(batches, lambda b: judge(params, self.prepare(b)), self.layout)
+
+        return measure
 
 
 def train_supervised(
-    run: Run, task: Task, params: Any, loader: Loader[Any], eval_batches: list[Any]
-) -> tuple[TrainState, dict[str, float]]:
-    """Trains `params`: the state, and the stage's results (held-out metrics, steps, skipped)."""
-    cfg, measure = task.cfg, task.measure()
+    run: Run, task: Task, model: Trainable, loader: Loader[Any], eval_batches: list[Any]
+) -> tuple[Any, dict[str, float]]:
+    """Trains `model`: its parameters afterwards, and the stage's results (held-out metrics, steps,
+    skipped).
+    """
+    cfg, measure, frozen = task.cfg, task.measure(), model.frozen
+    key = run.key(0, f"dropout/{task.stage}") if model.drops else None
     num_steps = cfg.max_steps or cfg.num_train_epochs * loader.num_batches
-    optimizer = make_optimizer(cfg.optimizer, task.specs, num_steps)
+    optimizer = model.optimizer(cfg.optimizer, num_steps)
     step = partial(
         train_step,
         loss_fn=task.loss,
@@ -61,17 +71,30 @@ def train_supervised(
         optimizer=optimizer,
         num_parts=cfg.gradient_accumulation_steps,
     )
+    rates = model.rates(cfg.optimizer, num_steps)
+
+    def step_with_rates(
+        state: TrainState, batch: Any, frozen: Any, key: jax.Array | None
+    ) -> tuple[TrainState, Metrics]:
+        after, metrics = step(state, batch, frozen, key)
+        return after, metrics | rate_metrics(rates, state.step)
+
+    program = jax.jit(step_with_rates, donate_argnums=0)
+
+    def update(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        return program(state, task.prepare(batch), frozen, key)
 
     def evaluate(state: TrainState) -> Metrics:
-        means = measure(state.params, eval_batches)
+        means = measure(combine(state.params, frozen), eval_batches)
         return {f"eval/{name}": value for name, value in means.items()}
 
     state, results = fit(
-        run, task.stage, create_state(params, optimizer), loader, num_steps, task.layout,
-        jax.jit(step, donate_argnums=0), evaluate, task.shown,
+        run, task.stage, create_state(model.trained, optimizer), loader, num_steps, task.layout,
+        update, evaluate, task.shown,
     )  # fmt: skip
     held_out = {name: value for name, value in results.items() if name.startswith("eval/")}
-    return state, held_out | {"steps": num_steps, "skipped": int(state.skipped)}
+    results = held_out | {"steps": num_steps, "skipped": int(state.skipped)}
+    return combine(state.params, frozen), results
 
 
 def fit(

@@ -1,0 +1,63 @@
+"""Text that comes in pieces: tokens to characters, and where an answer begins and ends."""
+
+from collections.abc import Collection, Generator, Iterable, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_jax.inference.answers import text_behind
+
+BROKEN = "\ufffd"
+"""What a tokenizer writes for bytes that are not a whole character (yet)."""
+
+
+def text_pieces(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Sequence[int],
+    chunks: Iterable[Sequence[int]],
+    stop_ids: Collection[int],
+) -> Generator[str]:
+    """The text of tokens as they come; joined it is `Generation.text`.
+
+    Bytes at the end that are no whole character wait for the tokens behind them.
+    """
+    front, answer, told = list(prompt), [], ""
+    for chunk in chunks:
+        answer += [token for token in chunk if token not in stop_ids]
+        text = text_behind(front, answer, tokenizer).rstrip(BROKEN)
+        if text.startswith(told) and text != told:
+            yield text[len(told) :]
+            told = text
+    text = text_behind(front, answer, tokenizer)
+    if text.startswith(told) and text != told:
+        yield text[len(told) :]
+
+
+def until(pieces: Iterable[str], stop: str) -> Generator[str]:
+    """What stands before the first `stop`; the end of a piece that may begin one waits.
+
+    Where it comes, `pieces` is not read any further.
+    """
+    held = ""
+    for piece in pieces:
+        before, found, _ = (held + piece).partition(stop)
+        if found:
+            yield before
+            return
+        kept = next((n for n in range(len(stop) - 1, 0, -1) if before.endswith(stop[:n])), 0)
+        held = before[len(before) - kept :]
+        if len(before) > kept:
+            yield before[: len(before) - kept]
+    if held:
+        yield held
+
+
+def trimmed(pieces: Iterable[str]) -> Generator[str]:
+    """Without white space in front and behind."""
+    started, space = False, ""
+    for piece in pieces:
+        text = space + piece if started else piece.lstrip()
+        kept = text.rstrip()
+        space = text[len(kept) :]
+        if kept:
+            started = True
+            yield kept

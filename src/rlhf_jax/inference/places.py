@@ -1,0 +1,106 @@
+"""Where a run leaves its models, and how it asked them."""
+
+import json
+import re
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_jax.inference.conversation import PLACE, TURN_FORMAT, Form, by_template, by_turns
+
+POLICIES = ("actor", "dpo", "sft")
+"""The directories of a run's policies, the newest first."""
+
+REWARD = "reward"
+
+
+def find_policy(name: str) -> str:
+    """The newest policy of a run's directory; any other name as it is.
+
+    Raises:
+        FileNotFoundError: a directory that holds neither a model nor a run with a policy.
+    """
+    return _find(name, POLICIES, "trained policy", "steps 3, dpo and 1 of a run write them")
+
+
+def find_reward(name: str) -> str:
+    """The reward model of a run's directory; any other name as it is.
+
+    Raises:
+        FileNotFoundError: a directory that holds neither a model nor a run with a reward model.
+    """
+    return _find(name, (REWARD,), "reward model", "step 2 of a run writes it")
+
+
+def _find(name: str, folders: tuple[str, ...], kind: str, writers: str) -> str:
+    path = Path(name).expanduser()
+    if not path.is_dir() or is_model(path):
+        return name
+    for folder in folders:
+        if is_model(path / folder):
+            return str(path / folder)
+    there = [folder for folder in (*POLICIES, REWARD) if is_model(path / folder)]
+    hint = f". It holds {', '.join(f'{folder}/' for folder in there)}" if there else ""
+    raise FileNotFoundError(
+        f"{path} holds no {kind}: there is no {' or '.join(f'{folder}/' for folder in folders)} "
+        f"with a config.json in it ({writers}), and no config.json itself{hint}"
+    )
+
+
+def is_model(path: Path) -> bool:
+    """Whether a directory is one of Hugging Face's, or an adapter for one."""
+    return any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
+
+
+SAMPLES = 32
+"""Prompts of a table that are looked at."""
+
+_HEAD = re.compile(r"\s*Human:[ ]*")
+_TAIL = re.compile(r"\s*Assistant:\s*\Z")
+
+
+def trained_turn_format(name: str) -> str | None:
+    """How the run that made a model writes a question, by the prompts of its sample tables.
+
+    None where the model is none of a run's, or its prompts are no Human:/Assistant: transcripts.
+    """
+    formats: Counter[str] = Counter()
+    for table in sorted(Path(name).expanduser().parent.glob("samples/*.jsonl")):
+        with table.open(encoding="utf-8") as lines:
+            for line, _ in zip(lines, range(SAMPLES), strict=False):
+                if line.endswith("\n"):  # a run that goes on may have written half of the last
+                    formats[turn_format_of(json.loads(line)["prompt"])] += 1
+    found = formats.most_common(1)
+    return found[0][0] or None if found else None
+
+
+def turn_format_of(prompt: str) -> str:
+    """`"Human: {} Assistant:"` of a transcript that begins and ends so; else empty."""
+    head, tail = _HEAD.search(prompt), _TAIL.search(prompt)
+    return head.group() + PLACE + tail.group() if head and tail else ""
+
+
+def choose_form(
+    tokenizer: PreTrainedTokenizerBase, name: str, turn_format: str | None = None
+) -> Form:
+    """How a model is asked: as `turn_format` says, else as its run's prompts were, else by its
+    chat template, else as `TURN_FORMAT`. Backslash and n make a line break.
+
+    Raises:
+        ValueError: a format without its place, a template that cannot be run.
+    """
+    if turn_format is not None:
+        return by_turns(tokenizer, turn_format.replace("\\n", "\n"))
+    trained = trained_turn_format(name)
+    if trained is not None:
+        return by_turns(tokenizer, trained)
+    if tokenizer.chat_template:
+        return by_template(tokenizer)
+    note = (
+        f"{name} has no chat template, and nothing tells how it was trained: it is asked as "
+        f"{TURN_FORMAT!r} (--turn-format changes that). A model that was never trained on "
+        "dialogues just goes on with the text"
+    )
+    return replace(by_turns(tokenizer, TURN_FORMAT), note=note)

@@ -1,0 +1,113 @@
+"""What scores the answers of step 3, and what its critic starts from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhf_jax.data.render import ChatFormat
+from rlhf_jax.data.tokenize import PromptRow
+from rlhf_jax.hf.pretrained import Pretrained, find_pretrained
+from rlhf_jax.stages.ppo_config import PPOConfig
+from rlhf_jax.stages.retokenized import TextWriter
+from rlhf_jax.stages.reward import read_statistics
+from rlhf_jax.stages.reward_functions import (
+    RewardFunction,
+    check_columns,
+    load_reward_functions,
+)
+
+
+@dataclass(frozen=True)
+class RewardPlan:
+    """Models and functions by what they do.
+
+    Attributes:
+        functions: reward functions, in the order of --ppo.reward-fn.
+        reward: the reward model, None where functions score alone.
+        by_text: the reward model has other tokens than the actor and reads answers as text.
+        critic: what the critic starts from.
+    """
+
+    functions: tuple[RewardFunction, ...]
+    reward: Pretrained | None
+    by_text: bool
+    critic: Pretrained
+
+    def __str__(self) -> str:
+        scorers = [f"{f.weight:g} x {f.name}" for f in self.functions]
+        if self.reward is not None:
+            reads = "re-tokenised text" if self.by_text else "the actor's token ids"
+            scorers = [f"the reward model {self.reward.name}, which reads {reads}", *scorers]
+        return f"scored by {', '.join(scorers)}; the critic starts from {self.critic.name}"
+
+
+def plan_rewards(cfg: PPOConfig, actor: Pretrained, reward: Pretrained | None) -> RewardPlan:
+    """`reward` is None where --ppo.reward-model-weight is 0.
+
+    Raises:
+        ValueError: a function cannot be loaded, or the reward model can read neither the actor's
+            ids nor its answers as text.
+    """
+    functions = load_reward_functions(cfg.reward_fn, cfg.reward_fn_weights)
+    from_actor = cfg.critic_from == "actor" or reward is None
+    critic = find_pretrained(actor.name, scalar=True) if from_actor else reward
+    assert critic is not None
+    difference = None if reward is None else token_difference(actor, reward)
+    if difference is not None and not from_actor:
+        raise ValueError(
+            f"{difference}: use models of one family, or --ppo.critic-from=actor: the reward "
+            "model then reads the answers as text, tokenised anew"
+        )
+    return RewardPlan(functions, reward, difference is not None, critic)
+
+
+def score_statistics(cfg: PPOConfig, reward: Pretrained | None) -> tuple[float, float]:
+    """Mean and deviation that take a reward model's scores to standard units."""
+    if reward is None or not cfg.standardize_score:
+        return 0.0, 1.0
+    try:
+        return read_statistics(reward)
+    except ValueError as error:
+        if not cfg.reward_fn:
+            raise
+        alone = "or let the functions score alone with --ppo.reward-model-weight=0"
+        raise ValueError(f"{error}, {alone}") from error
+
+
+def check_prompt_rows(plan: RewardPlan, rows: Sequence[PromptRow], chat_format: ChatFormat) -> None:
+    """ValueError where functions do not take the data's columns, or a reward model of text cannot
+    read its conversations.
+    """
+    names = dict.fromkeys(name for row in rows for name in row.columns)
+    check_columns(plan.functions, list(names))
+    if plan.by_text:
+        assert plan.reward is not None
+        writer = TextWriter.of(plan.reward, chat_format, score_eos=True)
+        writer.write(rows[:1], ["yes"], [True])
+
+
+def token_difference(actor: Pretrained, reward: Pretrained) -> str | None:
+    """Why the reward model cannot read the actor's token ids; None where it can.
+
+    What either one pads with is left out: it is never read, and exports choose it themselves.
+    """
+    pads = {str(model.tokenizer.pad_token) for model in (actor, reward)}
+    ours, theirs = vocabulary(actor, without=pads), vocabulary(reward, without=pads)
+    if ours != theirs:
+        differing = sorted(set(ours.items()) ^ set(theirs.items()))[:3]
+        return (
+            f"the actor ({actor.name}) and the reward model ({reward.name}) have different "
+            f"tokenizers ({len(ours)} and {len(theirs)} tokens; differing for example in "
+            f"{differing})"
+        )
+    if reward.cfg.vocab_size < actor.cfg.vocab_size:
+        return (
+            f"the actor ({actor.name}) can answer with any of {actor.cfg.vocab_size} tokens, the "
+            f"reward model ({reward.name}) knows {reward.cfg.vocab_size}"
+        )
+    return None
+
+
+def vocabulary(model: Pretrained, *, without: set[str]) -> dict[str, int]:
+    """Token to id."""
+    vocab = model.tokenizer.get_vocab()
+    return {token: index for token, index in vocab.items() if token not in without}

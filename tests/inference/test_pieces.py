@@ -1,0 +1,56 @@
+"""Pieces of text join to the whole text, and no piece holds half of anything."""
+
+import numpy as np
+import pytest
+
+from rlhf_jax.data.byte_tokenizer import EOS_ID, byte_tokenizer
+from rlhf_jax.inference.answers import text_behind
+from rlhf_jax.inference.pieces import BROKEN, text_pieces, trimmed, until
+
+TEXT = "naïve 🙂 café — 日本語!"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_characters_come_whole_however_their_bytes_are_cut(size: int) -> None:
+    tokenizer = byte_tokenizer()
+    ids = [*TEXT.encode(), EOS_ID]
+    chunks = [ids[n : n + size] for n in range(0, len(ids), size)]
+    pieces = list(text_pieces(tokenizer, [65], chunks, (EOS_ID,)))
+    assert "".join(pieces) == TEXT
+    assert BROKEN not in "".join(pieces)
+    assert len(pieces) > 4
+
+
+def test_bytes_that_never_become_a_character_are_told_at_the_end() -> None:
+    tokenizer = byte_tokenizer()
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        ids = rng.integers(0, 256, 12).tolist()
+        pieces = text_pieces(tokenizer, [65], [[i] for i in ids], (EOS_ID,))
+        assert "".join(pieces) == text_behind([65], ids, tokenizer)
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_an_answer_ends_where_the_next_turn_begins(size: int) -> None:
+    def cut(text: str) -> list[str]:
+        return list(until((text[n : n + size] for n in range(0, len(text), size)), "Human:"))
+
+    assert "".join(cut("fine. Human: and Human: you")) == "fine. "
+    assert "".join(cut("a HuHuman Hum")) == "a HuHuman Hum"
+    assert all("H" not in piece for piece in cut("fine. Human: and"))
+
+
+def test_nothing_is_read_behind_the_end() -> None:
+    def pieces():
+        yield "a Human:"
+        raise AssertionError("read on")
+
+    assert list(until(pieces(), "Human:")) == ["a "]
+
+
+@pytest.mark.parametrize("size", range(1, 6))
+def test_white_space_around_an_answer_is_left_out(size: int) -> None:
+    for text in ("  \n a  b\n\nc \n ", "   ", "", "a", " a"):
+        pieces = list(trimmed(text[n : n + size] for n in range(0, len(text), size)))
+        assert "".join(pieces) == text.strip()
+        assert all(pieces)

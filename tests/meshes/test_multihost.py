@@ -1,0 +1,78 @@
+"""Two processes: what the first one makes reaches both, and its errors end both."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from meshes.multihost import from_first_process
+
+PROGRAM = """
+import sys
+import jax
+import numpy as np
+from meshes.multihost import from_first_process, start_processes
+
+start_processes()
+index = jax.process_index()
+
+def make():
+    assert index == 0, "only the first process makes it"
+    if "fail" in sys.argv:
+        raise ValueError("this is wrong")
+    return np.array([[0.5, np.nan, -3.0]])
+
+try:
+    print(from_first_process(make, (1, 3)).tolist())
+except ValueError as error:
+    print("told:", error)
+"""
+
+
+def run_two(*args: str) -> list[tuple[int, str]]:
+    """Exit code and last line of each process."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    job = {
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+        "JAX_NUM_PROCESSES": "2",
+        "JAX_PLATFORMS": "cpu",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, *args],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **job, "JAX_PROCESS_ID": str(index)},
+        )
+        for index in range(2)
+    ]
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    lines = [
+        [line for line in text.splitlines() if line.startswith(("[[", "told"))] for text in outputs
+    ]
+    return [(p.returncode, "".join(line[-1:])) for p, line in zip(processes, lines, strict=True)]
+
+
+def test_what_the_first_process_makes_is_on_both() -> None:
+    assert run_two() == [(0, "[[0.5, nan, -3.0]]")] * 2
+
+
+def test_an_error_of_the_first_process_ends_both() -> None:
+    assert run_two("fail") == [(0, "told: this is wrong"), (1, "")]
+
+
+def test_one_process_makes_it_itself() -> None:
+    made = from_first_process(lambda: np.array([1.0, 2.0]), (2,))
+    assert made.dtype == np.float32
+    assert made.tolist() == [1.0, 2.0]
+    with pytest.raises(ValueError, match="wrong"):
+        from_first_process(fail, (2,))
+
+
+def fail() -> np.ndarray:
+    raise ValueError("wrong")

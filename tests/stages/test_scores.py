@@ -1,0 +1,172 @@
+"""What reward functions are told of a rollout, and what becomes of their scores."""
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlhf_jax.data.batches import collate_prompts
+from rlhf_jax.data.byte_tokenizer import EOS_ID, byte_tokenizer
+from rlhf_jax.data.records import Message, Record
+from rlhf_jax.data.tokenize import PromptRow, tokenize_prompts
+from rlhf_jax.engine.generate import Rollout
+from rlhf_jax.stages.reward_functions import RewardFunction
+from rlhf_jax.stages.scores import HostScorer, HostScores, TextReward
+
+TOKENIZER = byte_tokenizer()
+RECORDS = [
+    Record("one? ", columns={"answer": "1", "level": 3}),
+    Record("two? ", columns={"answer": "2"}),
+    Record("three? ", columns={"answer": "3", "level": 1}),
+]
+SAID = ["1", "not two", "3"]
+
+
+def rows_and_batch() -> tuple[Mapping[int, PromptRow], Any]:
+    """Three prompts, the last one first, in a batch of four."""
+    rows, _ = tokenize_prompts(RECORDS, TOKENIZER, max_length=40, overlong="drop")
+    batch = collate_prompts(rows[::-1], 4, buckets=(16,))
+    return {row.sample_id: row for row in rows}, batch
+
+
+def rollout() -> Rollout:
+    """The answers of the batch; the second one has no EOS, the filler row says nonsense."""
+    ends = [False, True, True, False]
+    texts = [*SAID[::-1], "nonsense"]
+    ids = [[*text.encode(), *[EOS_ID] * end] for text, end in zip(texts, ends, strict=True)]
+    tokens = np.zeros((4, 12), np.int32)
+    for n, row in enumerate(ids):
+        tokens[n, : len(row)] = row
+    lengths = np.array([len(row) for row in ids], np.int32)
+    logprobs = np.zeros(tokens.shape, np.float32)
+    arrays = (tokens, logprobs, lengths, np.array(ends, np.int32))
+    return Rollout(*(jnp.asarray(array) for array in arrays))
+
+
+def equal(prompts: Any, completions: Any, answer: Any, **columns: Any) -> list[float]:
+    return [float(a == c) for a, c in zip(answer, completions, strict=True)]
+
+
+def easy(prompts: Any, completions: Any, level: Any, **columns: Any) -> list[float | None]:
+    return [n if n is None else float(n) for n in level]
+
+
+def functions(*pairs: tuple[Any, float]) -> list[RewardFunction]:
+    return [RewardFunction(f"m:{f.__name__}", f.__name__, weight, f) for f, weight in pairs]
+
+
+def score(functions: Sequence[RewardFunction], *, alone: bool = True) -> HostScores:
+    rows, batch = rows_and_batch()
+    scorer = HostScorer(TOKENIZER, functions, None, alone=alone)
+    scores = scorer.score(batch, rows, rollout(), None)
+    assert scores is not None
+    return scores
+
+
+def test_a_function_sees_the_real_rows_as_text_ids_and_columns() -> None:
+    seen: dict[str, Any] = {}
+
+    def spy(**given: Any) -> list[float]:
+        seen.update(given)
+        return [0.0] * len(given["prompts"])
+
+    score(functions((spy, 1.0)))
+    ids = seen.pop("completion_ids")
+    assert seen == {
+        "prompts": ["three? ", "two? ", "one? "],
+        "completions": ["3", "not two", "1"],
+        "answer": ["3", "2", "1"],
+        "level": [1, None, 3],
+    }
+    assert ids == [[*b"3"], [*b"not two", EOS_ID], [*b"1", EOS_ID]]
+
+
+def test_scores_are_weighted_and_filler_rows_get_none() -> None:
+    scores = score(functions((equal, 2.0), (easy, -0.5)))
+    assert scores.total_B.tolist() == [2 - 0.5, 0, 2 - 1.5, 0]
+    assert scores.total_B.dtype == np.float32
+    assert scores.parts["equal"].tolist() == [1, 0, 1]
+
+
+def test_metrics_are_means_over_the_judged_rows_of_all_batches() -> None:
+    judges = functions((equal, 2.0), (easy, -0.5))
+    scorer = HostScorer(TOKENIZER, judges, None, alone=True)
+    metrics = scorer.metrics([score(judges), score(judges)])
+    assert metrics["rewards/equal/mean"] == pytest.approx(2 / 3)
+    assert metrics["rewards/equal/std"] == pytest.approx(np.std([1, 0, 1]))
+    assert metrics["rewards/easy/mean"] == 2.0
+    assert metrics["rewards/easy/std"] == 1.0
+    assert scorer.metrics([]) == {}
+
+
+def test_a_name_that_judges_nothing_has_no_metric() -> None:
+    def abstains(completions: Any, **given: Any) -> list[None]:
+        return [None] * len(completions)
+
+    judges = functions((equal, 1.0), (abstains, 1.0))
+    metrics = HostScorer(TOKENIZER, judges, None, alone=True).metrics([score(judges)])
+    assert set(metrics) == {"rewards/equal/mean", "rewards/equal/std"}
+
+
+def test_a_row_that_nothing_judges_is_an_error_unless_a_reward_model_scores_it() -> None:
+    message = "every reward function returned None for the prompt 'two. ', and no reward model"
+    with pytest.raises(ValueError, match=message):
+        score(functions((easy, 1.0)))
+    assert score(functions((easy, 1.0)), alone=False).total_B.tolist() == [1, 0, 3, 0]
+
+
+def test_messages_are_handed_over_as_messages() -> None:
+    seen: dict[str, Any] = {}
+
+    def spy(**given: Any) -> list[float]:
+        seen.update(given)
+        return [0.0] * len(given["prompts"])
+
+    asked = (Message("system", "Be brief."), Message("user", "two?"))
+    row = PromptRow(np.array([1], np.int32), 7, "two?", messages=asked)
+    batch = collate_prompts([row], 4, buckets=(8,))
+    HostScorer(TOKENIZER, functions((spy, 1.0)), None, alone=True).score(
+        batch, {7: row}, rollout(), None
+    )
+    assert seen["prompts"] == [
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "two?"}]
+    ]
+    assert seen["completions"] == [[{"role": "assistant", "content": "3"}]]
+
+
+def test_without_functions_nothing_is_scored_here() -> None:
+    rows, batch = rows_and_batch()
+    assert HostScorer(TOKENIZER, [], None, alone=False).score(batch, rows, rollout(), None) is None
+
+
+class Lengths:
+    """A scorer of text in place of a model: the length of prompt and answer, 10 for an EOS."""
+
+    def write(self, records: Any, answers: Any, ended: Any) -> Any:
+        tokens = [
+            [0] * (len(r.prompt + a) + 10 * end)
+            for r, a, end in zip(records, answers, ended, strict=True)
+        ]
+        return SimpleNamespace(tokens=tokens, num_cut=1)
+
+    def score(self, model: Any, rows: Any, batch_size: int) -> np.ndarray:
+        assert batch_size == 4
+        return np.array([len(row) for row in rows], np.float32)
+
+
+def test_a_reward_model_of_text_is_standardised_weighted_and_added() -> None:
+    rows, batch = rows_and_batch()
+    scorer: Any = Lengths()
+    text = TextReward(scorer, mean=10.0, std=2.0, weight=0.5)
+    host = HostScorer(TOKENIZER, functions((equal, 1.0)), text, alone=False)
+    model: Any = object()
+    scores = host.score(batch, rows, rollout(), model)
+    assert scores is not None
+    lengths = np.array([len("three? 3"), len("two? not two") + 10, len("one? 1") + 10])
+    np.testing.assert_allclose(scores.total_B[:3], (lengths - 10) / 2 * 0.5 + [1, 0, 1])
+    metrics = host.metrics([scores, scores])
+    assert metrics["rewards/reward_model/mean"] == pytest.approx(((lengths - 10) / 2).mean())
+    assert metrics["rewards/reward_model/num_cut"] == 2
