@@ -111,8 +111,8 @@ class Layout:
     """Where every logical axis lives, for one table, one mesh and one model.
 
     `units` gives the number of indivisible pieces of each logical axis (KV groups for "qkv" and
-    "heads", rows for the others); an axis whose pieces do not divide over its mesh axes is
-    replicated. Axes of size 1 are dropped from every spec, so equal layouts have equal types.
+    "heads", rows or columns for the others); an axis whose pieces do not divide over its mesh axes
+    is replicated. Axes of size 1 are dropped from every spec, so equal layouts have equal types.
     `memory` is where parameters lie, None: the devices' own memory (see `meshes.offload`).
     """
 
@@ -125,8 +125,8 @@ class Layout:
     def create(cls, mesh: Mesh, table: TableName, units: Mapping[str, int]) -> Self:
         """The layout, with a log line for every axis that has to be replicated."""
         layout = cls(mesh, table, tuple(sorted(units.items())))
-        size = layout.size(TABLES[table].tensor)
         for name, count in layout.units:
+            size = layout.size(TABLES[table].axes(name))
             if count % size:
                 log.info(
                     "%s: %s has %d pieces, not a multiple of %d devices: replicated",
@@ -142,13 +142,9 @@ class Layout:
         """Mesh axes larger than 1 that a logical axis is sharded over; () where replicated."""
         if logical is None:
             return ()
-        rules = TABLES[self.table]
-        if logical == "batch":
-            axes = rules.batch
-        else:
-            axes = rules.tensor
-            if dict(self.units)[logical] % self.size(axes):
-                return ()
+        axes = TABLES[self.table].axes(logical)
+        if logical != "batch" and dict(self.units)[logical] % self.size(axes):
+            return ()
         return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
 
     def spec(self, *logical: str | None) -> PartitionSpec:

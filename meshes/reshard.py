@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshes.layout import Layout
 from meshes.offload import to_device
@@ -22,6 +23,15 @@ def reshard_params(params: Any, specs: Any, layout: Layout) -> Any:
         params,
         is_leaf=lambda node: isinstance(node, ParamSpec),
     )
+
+
+def whole(array: jax.Array) -> jax.Array:
+    """The array on every device of its mesh; for use inside jit, nothing where it is there."""
+    placed = jax.typeof(array).sharding
+    if placed.mesh.empty:
+        return array
+    spec = PartitionSpec(*[None] * array.ndim)
+    return jax.sharding.reshard(array, NamedSharding(placed.mesh, spec))
 
 
 def put_batch[Tree](batch: Tree, layout: Layout) -> Tree:

@@ -8,7 +8,8 @@
 
 Every weight has its tensor-parallel dimension first, and STORE shards that same dimension with the
 tensor-parallel axes major. Going from STORE to GENERATE is then an all-gather over `data` alone,
-and no operation at all where `data` has size 1.
+and no operation at all where `data` has size 1. One factor of an adapter has no such dimension: it
+is whole where it is used, and STORE shards its width.
 """
 
 from dataclasses import dataclass
@@ -21,13 +22,20 @@ TableName = Literal["store", "compute", "generate"]
 
 @dataclass(frozen=True)
 class Rules:
-    """Mesh axes of the tensor-parallel dimension of weights and activations, and of the batch."""
+    """Mesh axes of the tensor-parallel dimension of weights and activations, of the batch, and of
+    the width of weights that no device computes a part of.
+    """
 
     tensor: tuple[str, ...]
     batch: tuple[str, ...]
+    width: tuple[str, ...] = ()
+
+    def axes(self, logical: str) -> tuple[str, ...]:
+        """The mesh axes of a logical axis."""
+        return {"batch": self.batch, "width": self.width}.get(logical, self.tensor)
 
 
-STORE = Rules(tensor=(TP, GEN, DATA), batch=(REPLICA, DATA, GEN))
+STORE = Rules(tensor=(TP, GEN, DATA), batch=(REPLICA, DATA, GEN), width=(TP, GEN, DATA))
 COMPUTE = Rules(tensor=(TP,), batch=(REPLICA, DATA, GEN))
 GENERATE = Rules(tensor=(TP, GEN), batch=(REPLICA, DATA))
 

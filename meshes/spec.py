@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 import jax
 import jax.numpy as jnp
 
-LogicalAxis = Literal["vocab", "qkv", "heads", "mlp"] | None
+LogicalAxis = Literal["vocab", "qkv", "heads", "mlp", "width"] | None
 
 
 class Initializer(Protocol):

@@ -33,8 +33,8 @@ class ChatConfig:
     """What to talk to, and how it answers."""
 
     model: Annotated[str, tyro.conf.Positional]
-    """A run's directory (its actor/, else its dpo/ or sft/), a Hugging Face directory or a Hub
-    name."""
+    """A run's directory (its actor/, else its dpo/ or sft/), a Hugging Face directory, a GGUF file
+    or a Hub name."""
     temperature: float = 0.7
     """0 always takes the likeliest token."""
     max_new_tokens: int | None = None

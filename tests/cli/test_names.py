@@ -1,10 +1,13 @@
 """Names on the command line: each one sets exactly one field, or says why it cannot."""
 
+from pathlib import Path
+
 import pytest
 
 from rlhf_jax.cli import parse
 from rlhf_jax.cli.fields import config_fields, flag_of
 from rlhf_jax.cli.parse import resolve
+from rlhf_jax.cli.peer_names import PEER_NAMES
 from rlhf_jax.stages.config import TrainConfig
 
 
@@ -98,6 +101,15 @@ def test_every_field_is_a_flag_in_both_spellings(path: str) -> None:
         ("--report-to mlflow", "--report-to must be tensorboard|wandb|trackio ..., got 'mlflow'"),
         ("--run-name x", "--report-to wandb or trackio"),
         ("--tensorboard-path x --report-to wandb", "needs --report-to tensorboard"),
+        ("--reward-fn", "--reward-fn takes one value or more, got none (`none` empties it)"),
+        ("--reward-fn --seed 1", "--reward-fn takes one value or more"),
+        ("--data-path none", "data_path is empty"),
+        ("--lr 1", "did you mean --learning-rate?"),
+        ("--lora_r 4", "did you mean --lora.dim?"),
+        ("--use-peft", "did you mean --lora.dim?"),
+        ("--sft.lora.rank 4", "did you mean --sft.lora.dim?"),
+        ("--ppo.ema true", "--ppo.ema: it is a group of settings, such as --ppo.ema.enable"),
+        ("--ppo.reward-model-weight 0 --reward-fn a:b", "leave it out with --step 1 3"),
     ],
 )
 def test_mistake_is_named(argv: str, message: str) -> None:
@@ -138,3 +150,80 @@ def test_what_is_not_needed_is_accepted_with_a_note() -> None:
     assert config == parse([])
     assert len(notes) == 4
     assert "fully sharded" in notes[-1]
+
+
+@pytest.mark.parametrize("name", sorted(PEER_NAMES))
+def test_another_librarys_name_is_unknown_here_and_leads_to_one_that_is_known(name: str) -> None:
+    with pytest.raises(ValueError, match=f"unknown flag --{name}: did you mean --") as caught:
+        parse([f"--{name}", "1"])
+    meant = str(caught.value).rpartition("did you mean --")[2].removesuffix("?").replace("-", "_")
+    assert any(path == meant or path.endswith(f".{meant}") for path in config_fields(TrainConfig()))
+
+
+@pytest.mark.parametrize(
+    ("argv", "notes"),
+    [
+        ("--sft.lora.only", ["--sft.lora.only sets nothing: --sft.lora.dim is 0"]),
+        ("--ema.decay 0.9", ["--ema.decay sets nothing: --ppo.ema.enable is false"]),
+        ("--ppo.merge-lora", ["--ppo.merge-lora sets nothing: --ppo.actor-lora.dim is 0"]),
+        (
+            "--adaptive-kl-horizon 5",
+            ["--adaptive-kl-horizon sets nothing: --ppo.adaptive-kl-target is none"],
+        ),
+        (
+            "--sft.lr-power 2",
+            ["--sft.lr-power sets nothing: --sft.lr-scheduler-type is not polynomial"],
+        ),
+        ("--dpo.beta 0.2", ["--dpo.beta sets nothing: steps 1, 2 and 3 run"]),
+        (
+            "--step 1 --ppo.max-steps 9",
+            ["--ppo.max-steps sets nothing: only step 1 runs"],
+        ),
+        (
+            "--step 2 --recipe quickstart --reward-model x",
+            ["--reward-model sets nothing: --reward.train-from is actor"],
+        ),
+        ("--step 1 --reward-model 350m", ["--reward-model sets nothing: only step 1 runs"]),
+        (
+            "--step 3 --reward-fn a:b --ppo.reward-model-weight 0 --reward-model 350m",
+            ["--reward-model sets nothing: --ppo.reward-model-weight is 0.0"],
+        ),
+        ("--sft.lora.only --sft.lora.dim 4", []),
+        ("--no-merge-lora", []),
+        ("--ema.decay 0.9 --enable-ema", []),
+        ("--recipe llama-2-7b-lora --sft.lora.only", []),
+        ("--step 1 dpo --beta 0.2", []),
+    ],
+)
+def test_a_flag_that_sets_nothing_is_said(argv: str, notes: list[str]) -> None:
+    assert resolve(argv.split())[1] == notes
+
+
+@pytest.mark.parametrize(
+    ("argv", "weight"),
+    [
+        ("--step 1 3 --reward-fn a:b", 0.0),
+        ("--step 3 --reward-fn a:b --actor-model 1.3b", 0.0),
+        ("--step 1 2 3 --reward-fn a:b", 1.0),
+        ("--step 3 --reward-fn a:b --reward-model 350m", 1.0),
+        ("--step 3 --reward-fn a:b --critic-model-name-or-path 350m", 1.0),
+        ("--step 3 --reward-fn a:b --ppo.reward-model-weight 2", 2.0),
+        ("--step 3 --reward-fn none", 1.0),
+        ("--step 1 --reward-fn a:b", 1.0),
+    ],
+)
+def test_functions_score_alone_where_no_reward_model_is_trained_or_named(
+    argv: str, weight: float
+) -> None:
+    config, notes = resolve(argv.split())
+    assert config.ppo.reward_model_weight == weight
+    assert any("functions score alone" in note for note in notes) == (weight == 0)
+    if weight == 0:
+        assert not any("the reward model is" in note for note in notes)
+
+
+def test_a_resumed_run_keeps_the_reward_model_that_it_trained(tmp_path: Path) -> None:
+    argv = ["--step", "3", "--reward-fn", "a:b", "--output-dir", str(tmp_path), "--resume"]
+    assert parse(argv).ppo.reward_model_weight == 0
+    (tmp_path / "reward").mkdir()
+    assert parse(argv).ppo.reward_model_weight == 1

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,6 +68,7 @@ def test_a_split_that_is_no_list_of_shares_is_an_error(data_split: str) -> None:
         ({"eval_fraction": 1.0}, "eval_fraction"),
         ({"overlong": "keep"}, "one of drop, cut, cut_turns"),
         ({"max_rows": 0}, "max_rows"),
+        ({"margins": "all"}, "margins='all': it must be one of none, column, scores"),
         ({"chat_format": "chatml"}, "chat_format='chatml': it must be one of template, human_ass"),
         ({"data_weights": (1, 2)}, "data_weights has 2 weights for 1 sources: give one for each"),
         (
@@ -189,14 +191,28 @@ def test_a_weighted_source_that_gives_a_stage_nothing_is_an_error(tmp_path: Path
         load_stage_records(config, "sft", seed=1)
 
 
-def test_margins_can_be_left_out(tmp_path: Path) -> None:
-    rows = [{"prompt": f"p{n}", "chosen": "a", "rejected": "b", "margin": n} for n in range(5)]
-    file = tmp_path / "a.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for margins, expected in ((True, {0.0, 1.0, 2.0, 3.0, 4.0}), (False, {None})):
-        config = DataConfig(
-            data_path=(str(file),), data_split="", eval_fraction=0.0, margins=margins
-        )
+@pytest.mark.parametrize(
+    ("margins", "of_a_column", "of_scores"),
+    [("none", {None}, {None}), ("column", {1.0, 2.0}, {None}), ("scores", {1.0, 2.0}, {0.1, 0.2})],
+)
+def test_margins_are_those_that_are_asked_for(
+    tmp_path: Path, margins: Any, of_a_column: set, of_scores: set
+) -> None:
+    """In the rows to train on and in those to evaluate."""
+    pair = {"prompt": "p", "chosen": "a", "rejected": "b"}
+    plain, scored = tmp_path / "plain", tmp_path / "ultrafeedback_binarized"
+    rows = {
+        plain: [pair | {"margin": n} for n in (1, 2)],
+        scored: [pair | {"score_chosen": n + 1, "score_rejected": 1} for n in (1, 2)],
+    }
+    for folder in rows:
+        folder.mkdir()
+        for split in ("train", "eval"):
+            text = "".join(json.dumps(row) + "\n" for row in rows[folder])
+            (folder / f"{split}.jsonl").write_text(text)
+    for folder, expected in ((plain, of_a_column), (scored, of_scores)):
+        config = DataConfig(data_path=(str(folder),), data_split="", margins=margins)
         records = load_stage_records(config, "reward", seed=0)
-        assert {row.margin for row in records.train} == expected
-        assert ("with margins" in records.notes[0]) == margins
+        for examples in (records.train, records.eval):
+            assert {row.margin for row in examples} == expected
+        assert ("with margins" in records.notes[0]) == (None not in expected)

@@ -96,14 +96,14 @@ FIXTURES: dict[str, tuple[list[dict], Example]] = {
                 "score_chosen": 8.5, "score_rejected": 6.0,
             }
         ],
-        Dialogue(turns("Why?"), turns("", "good")[1:], turns("", "bad")[1:], margin=2.5),
+        Dialogue(turns("Why?"), turns("", "good")[1:], turns("", "bad")[1:], margin=0.25),
     ),
     "nvidia/HelpSteer": (
         [
             {"prompt": "Why?", "response": text, "helpfulness": n, **SCORES}
             for text, n in (("fair", 2), ("bad", 1), ("good", 4))
         ],
-        Dialogue(turns("Why?"), turns("", "good")[1:], turns("", "bad")[1:], margin=3.0),
+        Dialogue(turns("Why?"), turns("", "good")[1:], turns("", "bad")[1:], margin=0.75),
     ),
     "nvidia/HelpSteer2": (
         [
@@ -117,13 +117,9 @@ FIXTURES: dict[str, tuple[list[dict], Example]] = {
     ),
     "nvidia/HelpSteer2-preference": (
         [{"prompt": "Why?", "response_1": "bad", "response_2": "good", "preference_strength": 2}],
-        Dialogue(turns("Why?"), turns("", "good")[1:], turns("", "bad")[1:], margin=2.0),
+        Dialogue(turns("Why?"), turns("", "good")[1:], turns("", "bad")[1:], margin=2 / 3),
     ),
     "openai/summarize_from_feedback": ([TLDR], Record(TLDR_PROMPT, " good", " bad")),
-    "gsm8k": (
-        [{"question": "Why?", "answer": "good"}],
-        Dialogue(turns("Why?"), turns("", "good")[1:]),
-    ),
     "hh-rlhf-chat": (
         [
             {
@@ -132,6 +128,10 @@ FIXTURES: dict[str, tuple[list[dict], Example]] = {
             }
         ],
         Dialogue(turns("Why?"), turns("", "good")[1:], turns("", "bad")[1:]),
+    ),
+    "gsm8k": (
+        [{"question": "Why?", "answer": "good"}],
+        Dialogue(turns("Why?"), turns("", "good")[1:]),
     ),
 }  # fmt: skip
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -13,8 +14,9 @@ from rlhf_jax.cli import to_yaml
 from rlhf_jax.cli.values import replace_fields
 from rlhf_jax.recipes.catalog import make_recipe
 from rlhf_jax.runtime.metrics import read_rows
-from rlhf_jax.stages.config import TrainConfig
+from rlhf_jax.stages.config import StageName, TrainConfig
 from rlhf_jax.stages.pipeline import run_pipeline
+from rlhf_jax.stages.run import Run
 
 SMALL: dict[str, object] = {
     "log_interval": 1,
@@ -94,6 +96,83 @@ def outcome() -> Callable[[Path], Outcome]:
 def unbroken(small: Config, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """The small run on 4x2, which others are compared with."""
     return train(small(tmp_path_factory.mktemp("unbroken") / "run", {"mesh": "4x2"}))
+
+
+EXTRAS: dict[str, object] = {
+    "step": (3,),
+    "mesh": "4x2",
+    "eval_interval": 1,
+    "ppo.max_steps": 3,
+    "ppo.max_prompt_buckets": 1,
+    "ppo.minibatch_size": 4,
+    "ppo.standardize_score": False,
+    "ppo.score_scaling": "running_mean_std",
+    "ppo.adaptive_kl_target": 0.01,
+    "ppo.adaptive_kl_horizon": 16,
+    "ppo.ptx_coef": 0.5,
+    "ppo.ema.enable": True,
+    "ppo.ema.decay": 0.5,
+    "ppo.repetition_penalty": 1.3,
+    "ppo.min_p": 0.01,
+    "ppo.actor_lora.dim": 4,
+    "ppo.actor_lora.dropout": 0.1,
+    "ppo.critic_lora.dim": 2,
+    "ppo.critic_lora.only": True,
+}
+"""What step 3 can do beside its plain loop, all at once; text and a function are files."""
+
+JUDGE = """
+def length(prompts, completions, completion_ids, **columns):
+    return [float(len(ids)) for ids in completion_ids]
+"""
+
+
+@pytest.fixture(scope="session")
+def with_extras(small: Config, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """`with_extras(directory)`: the small run's step 3 alone, from the untrained built-in models.
+
+    Its text is six blocks of pretraining text: fewer than the run's 24 rows.
+    """
+    files = tmp_path_factory.mktemp("extras")
+    (files / "corpus.txt").write_text("".join(f"some text, number {n:02d}\n" for n in range(15)))
+    (files / "judge.py").write_text(JUDGE)
+    paths = {
+        "ppo.ptx_path": str(files / "corpus.txt"),
+        "ppo.reward_fn": (f"{files / 'judge.py'}:length",),
+    }
+    return lambda directory, **changes: small(directory, EXTRAS | paths | changes)
+
+
+@pytest.fixture(scope="session")
+def compiled() -> dict[int, list[str]]:
+    """The programs compiled before each step of the run of `extras` was logged."""
+    return {}
+
+
+@pytest.fixture(scope="session")
+def extras(
+    with_extras: Config, compiled: dict[int, list[str]], tmp_path_factory: pytest.TempPathFactory
+) -> Outcome:
+    """One run with all extras, without interruption."""
+    log, names = Run.log, list[str]()
+
+    def note(event: str, seconds: float, **about: Any) -> None:
+        del seconds
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(about["fun_name"])
+
+    def log_and_note(self: Run, stage: StageName, step: int, metrics: Any) -> dict[str, float]:
+        compiled[step] = names.copy()
+        names.clear()
+        return log(self, stage, step, metrics)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "log", log_and_note)
+        jax.monitoring.register_event_duration_secs_listener(note)
+        try:
+            return train(with_extras(tmp_path_factory.mktemp("extras") / "run"))
+        finally:
+            jax.monitoring.unregister_event_duration_listener(note)
 
 
 def assert_same_metrics(one: Metrics, other: Metrics, *, rtol: float, atol: float = 1e-5) -> None:

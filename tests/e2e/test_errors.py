@@ -107,6 +107,7 @@ def lines(*rows: Mapping[str, str]) -> str:
         (["--ppo.max-prompt-seq-len=5"], 1, "--ppo.max-prompt-seq-len"),
         (["--step", "3"], 1, "the reward model quickstart has no score_statistics.json"),
         (["--resume"], 1, "run holds no run (no config.yaml)"),
+        (["--sft.lora.dim=2", "--sft.lora.modules", "query"], 1, "'query' is part of no"),
     ],
 )  # fmt: skip
 def test_flags(fails: Fails, flags: list[str], code: int, message: str) -> None:
@@ -147,6 +148,23 @@ def test_rows_that_a_later_stage_cannot_use_are_told_at_the_start(fails: Fails, 
 def test_a_malformed_line_is_named_by_file_and_number(fails: Fails, data) -> None:
     message = fails(data(lines(PAIR, PAIR) + '{"prompt": \n'))
     assert "rows.jsonl, line 3: malformed JSON" in message
+
+
+def test_data_that_give_a_stage_nothing_are_told_at_the_start(fails: Fails, data) -> None:
+    assert "rows.jsonl: the train data set is empty (it holds no rows)" in fails(data(""))
+    same = {**PAIR, "rejected": PAIR["chosen"]}
+    message = fails(data(lines(same)), "--data.data-split=", "--data.eval-fraction=0")
+    assert "reward: of 1 train rows none is left after tokenising" in message
+    assert "1 dropped (answers equal)" in message
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_told_at_the_start(
+    fails: Fails, model: Path
+) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 200}))
+    message = fails("--recipe=quickstart", f"--actor-model={model}")
+    assert f"{model}: the tokenizer has 259 tokens, the model 200 embedding rows" in message
 
 
 def test_tensors_that_do_not_fit_the_config_are_all_named(fails: Fails, model: Path) -> None:

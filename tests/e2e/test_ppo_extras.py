@@ -9,48 +9,11 @@ from safetensors.numpy import load_file
 
 from rlhf_jax.stages.run import Run
 
-EXTRAS: dict[str, object] = {
-    "step": (3,),
-    "mesh": "4x2",
-    "eval_interval": 2,
-    "ppo.max_steps": 3,
-    "ppo.minibatch_size": 4,
-    "ppo.standardize_score": False,
-    "ppo.score_scaling": "running_mean_std",
-    "ppo.adaptive_kl_target": 0.01,
-    "ppo.adaptive_kl_horizon": 16,
-    "ppo.ptx_coef": 0.5,
-    "ppo.ema.enable": True,
-    "ppo.ema.decay": 0.5,
-    "ppo.repetition_penalty": 1.3,
-    "ppo.min_p": 0.01,
-}
-ON = ("objective/kl_coef", "objective/running_score_std", "loss/ptx_avg")
+ON = ("objective/kl_coef", "objective/running_score_std", "loss/ptx_avg", "rewards/length/mean")
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six blocks of pretraining text: fewer than the run's 24 rows."""
-    path = tmp_path_factory.mktemp("text") / "corpus.txt"
-    path.write_text("".join(f"some text, number {n:02d}\n" for n in range(15)))
-    return path
-
-
-@pytest.fixture(scope="module")
-def config(small, text: Path):
-    return lambda directory, **changes: small(
-        directory, EXTRAS | {"ppo.ptx_path": str(text)} | changes
-    )
-
-
-@pytest.fixture(scope="module")
-def whole(run, config, tmp_path_factory: pytest.TempPathFactory):
-    """From the untrained built-in models: one run without interruption."""
-    return run(config(tmp_path_factory.mktemp("extras") / "run"))
-
-
-def test_every_iteration_logs_what_is_on(whole) -> None:
-    rows = whole.metrics()
+def test_every_iteration_logs_what_is_on(extras) -> None:
+    rows = extras.metrics()
     for step in (1, 2, 3):
         assert all(np.isfinite(rows["ppo", step][name]) for name in ON)
         assert rows["ppo", step]["val/skipped"] == 0
@@ -61,24 +24,31 @@ def test_every_iteration_logs_what_is_on(whole) -> None:
     assert rows["ppo", 3]["loss/ptx_avg"] < rows["ppo", 1]["loss/ptx_avg"]
 
 
-def test_the_average_is_evaluated_beside_the_last_weights_and_exported(whole) -> None:
-    rows = whole.metrics()
+def test_the_first_iteration_compiles_every_program(extras, compiled) -> None:
+    """Neither what adapts nor what is carried on changes its type: nothing is compiled again."""
+    assert extras.metrics()
+    assert compiled[1].count("jit(update)") == 1
+    assert (compiled[2], compiled[3]) == ([], [])
+
+
+def test_the_average_is_evaluated_beside_the_last_weights_and_exported(extras) -> None:
+    rows = extras.metrics()
     assert not [name for name in rows["ppo", 0] if "ema" in name]
-    for step in (2, 3):
+    for step in (1, 2, 3):
         row = rows["ppo", step]
         mine = [name for name in row if name.startswith("eval/ema_")]
         assert {name.replace("ema_", "") for name in mine} == {
             name for name in row if name.startswith("eval/") and name not in mine
         }
     actor, average = (
-        load_file(whole.directory / name / "model.safetensors") for name in ("actor", "actor_ema")
+        load_file(extras.directory / name / "model.safetensors") for name in ("actor", "actor_ema")
     )
     assert actor.keys() == average.keys()
     assert any(not np.array_equal(actor[name], average[name]) for name in actor)
 
 
 def test_an_interrupted_run_has_the_same_coefficient_moments_text_and_average(
-    run, config, whole, same_metrics, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    run, with_extras, extras, same_metrics, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     """Both parts of it say that sampling is off-policy."""
     log = Run.log
@@ -92,15 +62,15 @@ def test_an_interrupted_run_has_the_same_coefficient_moments_text_and_average(
     with monkeypatch.context() as patch:
         patch.setattr(Run, "log", log_and_press)
         with pytest.raises(KeyboardInterrupt):
-            run(config(tmp_path / "run"))
-    resumed = run(config(tmp_path / "run", resume=True))
+            run(with_extras(tmp_path / "run"))
+    resumed = run(with_extras(tmp_path / "run", resume=True))
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("answers are drawn with min_p=0.01, repetition_penalty=1.3, their") == 2
-    same_metrics(whole.metrics(), resumed.metrics(), rtol=1e-3, atol=1e-4)
+    same_metrics(extras.metrics(), resumed.metrics(), rtol=1e-3, atol=1e-4)
     for name in ("actor", "actor_ema"):
         mine, theirs = (
             load_file(outcome.directory / name / "model.safetensors")
-            for outcome in (resumed, whole)
+            for outcome in (resumed, extras)
         )
         for leaf, values in mine.items():
             np.testing.assert_allclose(values, theirs[leaf], rtol=1e-4, atol=1e-5)

@@ -11,9 +11,11 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rlhf_jax.stages.run import Run
+from tests.runtime.test_trackers import scalars
 
 type Interrupt = Callable[[str, int], AbstractContextManager[None]]
 
@@ -54,6 +56,32 @@ def test_an_interrupted_run_goes_on_to_the_same_losses(
     resumed = run(replace(cfg, mesh=meshes[-1]))
     same_metrics(unbroken.metrics(), resumed.metrics(), rtol=1e-3, atol=1e-4)
     assert resumed.answers() == unbroken.answers()
+
+
+def test_a_weighted_blend_goes_on_where_it_stopped_and_a_tracker_gets_each_step_once(
+    small, run, interrupted_in, same_metrics, tmp_path
+) -> None:
+    """On another mesh, in the second epoch: 20 rows are 3 batches."""
+    sources = tmp_path / "sums.jsonl", tmp_path / "words.jsonl"
+    for source, answers in zip(sources, ("12345678", ["a long answer"] * 8), strict=True):
+        rows = [{"prompt": f"{n} ", "completion": answer} for n, answer in enumerate(answers * 3)]
+        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {
+        "mesh": "4x2", "step": (1,), "sft.max_steps": 6, "report_to": ("tensorboard",),
+        "data.data_path": tuple(map(str, sources)), "data.data_weights": (3.0, 1.0),
+        "data.data_split": "", "data.max_rows": 20,
+    }  # fmt: skip
+    unbroken = run(small(tmp_path / "unbroken", changes))
+    cfg = small(tmp_path / "run", changes)
+    with interrupted_in("sft", 4), pytest.raises(KeyboardInterrupt):
+        run(cfg)
+    resumed = run(replace(cfg, mesh="2x1", resume=True))
+    same_metrics(unbroken.metrics(), resumed.metrics(), rtol=1e-3, atol=1e-4)
+    losses = [row["loss"] for row in unbroken.metrics().values() if "loss" in row]
+    assert np.ptp(losses) > 0.1
+    sent = scalars(tmp_path / "run" / "tensorboard")
+    assert {key: len(values) for key, values in sent.items() if len(values) != 1} == {}
+    assert {step for name, step in sent if name == "sft/loss"} == {1, 2, 3, 4, 5, 6}
 
 
 def test_what_was_trained_but_not_exported_is_evaluated_and_exported(

@@ -109,5 +109,5 @@ def test_what_is_known_before_the_run(
     run, small, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        run(small(tmp_path / "run", {"ppo.reward_model_weight": 0.0} | changes))
+        run(small(tmp_path / "run", {"step": (1, 3), "ppo.reward_model_weight": 0.0} | changes))
     assert not (tmp_path / "run").exists()

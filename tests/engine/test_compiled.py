@@ -21,12 +21,14 @@ from rlhf_jax.engine.generate import Decoding, generate
 from rlhf_jax.engine.hybrid import HybridEngine
 from rlhf_jax.engine.sampling import SamplingConfig
 from rlhf_jax.models.decoder import forward
+from rlhf_jax.models.lora import LoRAConfig, adapted_specs, adapters_in, combine, split, trains
 from rlhf_jax.models.params import abstract_params, is_spec, layer_specs, param_specs
 from tests.meshes.compiled import (
     REMATERIALIZED,
     collectives,
     fresh_compiler,
     gathered,
+    reduced,
     temporary_bytes,
 )
 from tests.models.cases import OPT
@@ -43,6 +45,12 @@ def bytes_of(specs) -> int:
 
 
 LAYER_BYTES = bytes_of(layer_specs(MODEL))
+NONE, ADAPTERS = LoRAConfig(), LoRAConfig(dim=2, only=True)
+MATRIX_BYTES = sum(4 * math.prod(w.base_FD.shape) for _, w in adapters_in(
+    adapted_specs(param_specs(MODEL), MODEL, ADAPTERS)
+))  # fmt: skip
+WEIGHTS = {"f32[384,128]", "f32[128,128]", "f32[512,128]"}
+SIDES, CORES = {"f32[384,6]", "f32[128,2]", "f32[512,2]"}, {"f32[6,128]", "f32[2,128]"}
 
 
 def engine_on(mesh: str, inference_tp: int, num_layers: int = 2) -> HybridEngine:
@@ -50,16 +58,22 @@ def engine_on(mesh: str, inference_tp: int, num_layers: int = 2) -> HybridEngine
     return HybridEngine(cfg, make_mesh(parse_mesh(mesh), inference_tp), (2,))
 
 
-def abstract(engine: HybridEngine):
-    return abstract_params(param_specs(engine.cfg), engine.store, FLOAT32)
+def specs_of(engine: HybridEngine, lora: LoRAConfig) -> Any:
+    return adapted_specs(param_specs(engine.cfg), engine.cfg, lora)
+
+
+def abstract(engine: HybridEngine, lora: LoRAConfig = NONE):
+    return abstract_params(specs_of(engine, lora), engine.store, FLOAT32)
 
 
 @functools.cache
-def generate_on(mesh: str, inference_tp: int) -> jax.stages.Compiled:
+def generate_on(
+    mesh: str, inference_tp: int, *, lora: LoRAConfig = NONE, merge: bool = False
+) -> jax.stages.Compiled:
     engine = engine_on(mesh, inference_tp)
 
     sampling = SamplingConfig(max_new_tokens=4)
-    decoding = Decoding(engine.cfg, engine.rollout, sampling, engine.stop_ids)
+    decoding = Decoding(engine.cfg, engine.rollout, sampling, engine.stop_ids, merge)
 
     def rows(*shape: int, dtype: Any = jnp.int32) -> Any:
         axes = ("batch", *(None,) * (len(shape) - 1))
@@ -69,7 +83,7 @@ def generate_on(mesh: str, inference_tp: int) -> jax.stages.Compiled:
     with jax.set_mesh(engine.mesh):
         prompts = PromptBatch(rows(B, P), rows(B), rows(B), rows(B, dtype=jnp.float32))
         program = jax.jit(partial(generate, decoding=decoding))
-        return program.lower(abstract(engine), prompts, key=key).compile()
+        return program.lower(abstract(engine, lora), prompts, key=key).compile()
 
 
 @functools.cache
@@ -113,6 +127,26 @@ def test_generate_holds_one_gathered_copy_where_they_do_not():
     assert f"f32[{MODEL.padded_mlp},{MODEL.width}]" in gathered(program)
 
 
+def test_adapters_in_decoding_cost_their_small_factors_and_no_weight():
+    program = generate_on("8x1", 8, lora=ADAPTERS)
+    assert temporary_bytes(program) < LAYER_BYTES / 8
+    assert gathered(program) == CORES | {f"f32[{B},{MODEL.padded_vocab}]"}
+
+
+def test_merged_they_cost_one_copy_of_the_shards():
+    """Merged where they lie: on every device its own part, which nothing gathers."""
+    program = generate_on("8x1", 8, lora=ADAPTERS, merge=True)
+    assert 1 <= temporary_bytes(program) / (MATRIX_BYTES / 8) < 1.5
+    assert gathered(program) == CORES | {f"f32[{B},{MODEL.padded_vocab}]"}
+
+
+def test_where_every_device_decodes_alone_merged_weights_are_gathered_and_no_factor_with_them():
+    beside, merged = (generate_on("8x1", 1, lora=ADAPTERS, merge=m) for m in (False, True))
+    assert gathered(beside) >= WEIGHTS | SIDES | CORES
+    assert gathered(merged) >= WEIGHTS | CORES
+    assert not gathered(merged) & SIDES
+
+
 def num_gathers(num_layers: int) -> int:
     """One for each sharded parameter of a layer, one for the embedding."""
     in_layer = sum(any(s.axes) for s in jax.tree.leaves(layer_specs(MODEL), is_leaf=is_spec))
@@ -131,6 +165,39 @@ def test_a_rematerialised_gradient_gathers_layers_twice():
     found = collectives(train_on("8x1", 1, 2))
     assert found["all-gather"] == 2 * num_gathers(2) - 1
     assert set(found) <= {"all-gather", "all-reduce", "reduce-scatter"}
+
+
+@functools.cache
+def train_adapters_on(mesh: str, inference_tp: int) -> jax.stages.Compiled:
+    """The gradient of the adapters of a model, whose weights are frozen."""
+    engine = engine_on(mesh, inference_tp)
+    cfg, layout, specs = engine.cfg, engine.compute, specs_of(engine, ADAPTERS)
+
+    def loss(trained, frozen, tokens):
+        params = combine(trained, frozen)
+        return jnp.square(forward(params, tokens, cfg, layout, remat="full")).sum()
+
+    tokens = jax.ShapeDtypeStruct((B, P), jnp.int32, sharding=layout.sharding("batch", None))
+    parts = split(abstract(engine, ADAPTERS), trains(specs, ADAPTERS))
+    with jax.set_mesh(engine.mesh):
+        return jax.jit(jax.grad(loss)).lower(*parts, tokens).compile()
+
+
+def test_training_adapters_sums_their_gradients_and_no_weights():
+    """On 8x1; where everything trains, those of weights are summed: the control."""
+    program = train_adapters_on("8x1", 1)
+    assert gathered(program) >= WEIGHTS | SIDES | CORES
+    assert reduced(program) & (SIDES | CORES)
+    assert not reduced(program) & WEIGHTS
+    assert reduced(train_on("8x1", 1, 2)) >= WEIGHTS
+
+
+def test_a_device_stores_its_share_of_every_factor():
+    engine = engine_on("4x2", 4)
+    for _, weight in adapters_in(abstract(engine, ADAPTERS)):
+        for factor in (weight.side_FA, weight.core_AD):
+            shard = factor.sharding.shard_shape(factor.shape)
+            assert math.prod(shard) == math.prod(factor.shape) / 8
 
 
 def test_tensor_parallelism_alone_gathers_no_parameter():
@@ -158,6 +225,10 @@ def test_no_layout_is_reached_by_replicating_an_array(capfd):
         generate_on("4x2", 4)
         train_on("4x2", 4, 1)
         train_on("2x2x2", 2, 1)
+        for merge in (False, True):
+            generate_on("4x2", 4, lora=ADAPTERS, merge=merge)
+        train_adapters_on("4x2", 4)
+        train_adapters_on("2x2x2", 2)
     assert REMATERIALIZED not in capfd.readouterr().err
 
 

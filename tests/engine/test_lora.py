@@ -19,7 +19,8 @@ from rlhf_jax.engine.optimizer import OptimizerConfig, make_optimizer
 from rlhf_jax.engine.ppo_step import ModelOnMesh, UpdateSettings, ppo_update
 from rlhf_jax.engine.sampling import SamplingConfig
 from rlhf_jax.engine.state import TrainState, create_state
-from rlhf_jax.engine.step import train_step
+from rlhf_jax.engine.step import gradients, train_step
+from rlhf_jax.models.adapted import Adapted, add_up
 from rlhf_jax.models.decoder import forward
 from rlhf_jax.models.lora import LoRAConfig, adapted_specs, adapters_in, combine, split, trains
 from rlhf_jax.models.params import (
@@ -124,7 +125,7 @@ def batch_of(cfg: Any, layout: Any) -> Any:
 
 
 @functools.cache
-def trained_twice(lora: LoRAConfig, seed: int = 0, num_parts: int = 1) -> tuple[Any, Any, Any, Any]:
+def trained_twice(lora: LoRAConfig, seed: int = 0) -> tuple[Any, Any, Any, Any]:
     """State, frozen weights and what both were before, after two steps in bfloat16 on 4x2."""
     mesh = make_mesh(parse_mesh("4x2"), 2)
     layout = compute_layout(OPT, mesh)
@@ -137,7 +138,7 @@ def trained_twice(lora: LoRAConfig, seed: int = 0, num_parts: int = 1) -> tuple[
             loss_fn=partial(loss_fn, cfg=OPT, layout=layout),
             weight_fn=lambda batch: jnp.float32(batch["tokens"].shape[0]),
             optimizer=optimizer,
-            num_parts=num_parts,
+            num_parts=1,
         ),
         donate_argnums=0,
     )
@@ -191,16 +192,55 @@ def test_rows_of_other_parts_stay_zero_in_training():
     np.testing.assert_array_equal(found[foreign], start[foreign])
 
 
-def test_dropout_is_drawn_anew_by_seed_and_by_part():
-    """Two equal micro-batches with the mask of one would give the gradients of one."""
+def test_dropout_is_drawn_by_seed_and_changes_what_is_learned():
     dropped = replace(ONLY, dropout=0.5)
     runs = [trained_twice(dropped, seed) for seed in (0, 1)] + [trained_twice(ONLY)]
     leaves = [np.concatenate([np.ravel(x) for x in jax.tree.leaves(r[0].params)]) for r in runs]
     for one, other in ((0, 1), (0, 2)):
         assert (leaves[one] != leaves[other]).mean() > 0.1
-    split_in_two = trained_twice(dropped, 0, 2)[0]
-    flat = np.concatenate([np.ravel(x) for x in jax.tree.leaves(split_in_two.params)])
-    assert (flat != leaves[0]).mean() > 0.1
+
+
+def low_rank(rate: float) -> Any:
+    """One adapter, its input in 32 equal rows, and a linear loss."""
+    rng = np.random.default_rng(1)
+    side, core = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((6, 2), (2, 16)))
+    weight = Adapted(base_FD=None, side_FA=side, core_AD=core, rate=rate)
+    return weight, {"x": jnp.ones((32, 16))}
+
+
+def low_rank_loss(weight: Any, batch: Any) -> Any:
+    return jnp.square(add_up(batch["x"], weight)).mean(), {}
+
+
+def num_rows(batch: Any) -> jax.Array:
+    return jnp.float32(batch["x"].shape[0])
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_a_second_micro_batch_has_another_mask(rate):
+    """Both halves of a batch are alike: with one mask their mean would be the gradient of one."""
+    weight, batch = low_rank(rate)
+    half = {"x": batch["x"][:16]}
+    both, one = (
+        gradients(low_rank_loss, weight, rows, num_rows, parts, key=jax.random.key(3))[0]
+        for rows, parts in ((batch, 2), (half, 1))
+    )
+    assert np.allclose(both.core_AD, one.core_AD, rtol=1e-5) == (rate == 0)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_every_step_has_another_mask_a_skipped_one_too(rate):
+    weight, batch = low_rank(rate)
+    still = optax.sgd(0.0)
+    losses = [
+        train_step(
+            replace(create_state(weight, still), step=jnp.int32(step), skipped=jnp.int32(skipped)),
+            batch, None, jax.random.key(3),
+            loss_fn=low_rank_loss, weight_fn=num_rows, optimizer=still, num_parts=1,
+        )[1]["loss"]
+        for step, skipped in ((0, 0), (1, 0), (1, 1))
+    ]  # fmt: skip
+    assert len({float(loss) for loss in losses}) == (1 if rate == 0 else 3)
 
 
 SAMPLING = SamplingConfig(max_new_tokens=5)

@@ -1,5 +1,6 @@
 """Writes GGUF files as llama.cpp's converter does: its names, and its order of rows."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -89,3 +90,19 @@ def model_tensors(directory: Path, hf: Mapping[str, Any]) -> dict[str, tuple[np.
             array = llama_cpp_rows(array, heads[part])
         found[llama_cpp_name(name)] = array, Kind.F32
     return found
+
+
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789!,.-+*/:;<>=?'()ĠĊ@#$"
+
+
+def letters_model(path: Path, directory: Path) -> Path:
+    """A golden Llama with a tokenizer: byte-level BPE without merges, so a letter is a token."""
+    hf = json.loads((directory / "config.json").read_text())
+    tokens = ["<pad>", "<s>", "</s>", *LETTERS]
+    values = {
+        "padding_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "add_bos_token": True,
+        "model": "gpt2", "pre": "gpt-2", "merges": [], "tokens": tokens,
+        "token_type": [3, 3, 3] + [1] * len(LETTERS),
+    }  # fmt: skip
+    named = {f"tokenizer.ggml.{name}": value for name, value in values.items()}
+    return write(path, "llama", metadata(hf) | named, model_tensors(directory, hf))

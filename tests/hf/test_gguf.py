@@ -22,7 +22,7 @@ from rlhf_jax.hf.hub import resolve
 from rlhf_jax.hf.tokenizer import load_tokenizer
 from rlhf_jax.models.rope import inverse_frequencies
 from scripts.convert_hf import convert
-from tests.hf.gguf_files import metadata, model_tensors, write
+from tests.hf.gguf_files import letters_model, metadata, model_tensors, write
 from tests.hf.test_parity import compute, mesh_of
 from tests.reference.gguf import BLOCKS, dequantized
 
@@ -145,6 +145,11 @@ def test_llama_3s_scaling_of_positions_is_read_from_its_factors(converted) -> No
     np.testing.assert_allclose(np.asarray(inverse_frequencies(cfg)), plain / factors, rtol=1e-5)
 
 
+def test_a_token_that_ends_a_turn_ends_a_text_too(converted) -> None:
+    assert load_config(converted("llama")).stop_ids == (2,)
+    assert load_config(converted("llama", **{"tokenizer.ggml.eot_token_id": 5})).stop_ids == (2, 5)
+
+
 def test_a_directory_with_one_file_is_that_file(converted, tmp_path: Path) -> None:
     file = converted("llama")
     assert resolve(str(tmp_path)) == resolve(str(file)) == file
@@ -227,23 +232,24 @@ def test_a_real_model_says_what_it_says_in_transformers(shared_data, load) -> No
     assert np.argsort(-last)[:8].tolist() == top
     np.testing.assert_allclose(last[top], golden["last_pos_top8_logits"], atol=2e-3)
     np.testing.assert_allclose(last[:16], golden["last_pos_logits_first16"], atol=2e-3)
-
-
-def test_conversion_to_hugging_faces_format(converted, golden, load, same_trees, tmp_path) -> None:
-    """By scripts/convert_hf.py: weights, config and tokenizer."""
-    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789!,.-+*/:;<>=?'()ĠĊ@#$"
-    tokens = ["<pad>", "<s>", "</s>", *letters]
-    file = converted(
-        "llama",
-        **{
-            "tokenizer.ggml.model": "gpt2",
-            "tokenizer.ggml.pre": "gpt-2",
-            "tokenizer.ggml.tokens": tokens,
-            "tokenizer.ggml.token_type": [3, 3, 3] + [1] * len(letters),
-            "tokenizer.ggml.merges": [],
-            "tokenizer.ggml.add_bos_token": True,
-        },
+    asked = golden["text_ids"]
+    np.testing.assert_allclose(logprobs(logits[1], asked), golden["token_logprobs"], atol=1e-3)
+    asked = golden["chat_prompt_ids"]
+    assert -logprobs(logits[0], asked).mean() == pytest.approx(
+        golden["chat_prompt_mean_nll"], abs=1e-3
     )
+
+
+def logprobs(logits_TV: np.ndarray, tokens: list[int]) -> np.ndarray:
+    """Of every token but the first, given those before it."""
+    before = logits_TV[: len(tokens) - 1].astype(np.float64)
+    said = before[np.arange(len(before)), tokens[1:]]
+    return said - np.log(np.exp(before - before.max(-1, keepdims=True)).sum(-1)) - before.max(-1)
+
+
+def test_conversion_to_hugging_faces_format(golden, load, same_trees, tmp_path) -> None:
+    """By scripts/convert_hf.py: weights, config and tokenizer."""
+    file = letters_model(tmp_path / "llama.gguf", golden("llama"))
     convert(str(file), tmp_path / "converted", "float32")
     params, cfg, _ = load(tmp_path / "converted")
     want, _, _ = load(golden("llama"))

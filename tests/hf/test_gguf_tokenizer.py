@@ -89,6 +89,18 @@ def test_how_text_is_cut_into_words(cut: str, words: list[str]) -> None:
     assert [word for word, _ in CUTS[cut]().pre_tokenize_str("I'm 12345,  OK!!\nx")] == words
 
 
+@pytest.mark.parametrize(("cut", "ids"), [("gpt-2", [4, 2]), ("llama-bpe", [5])])
+def test_llama_3s_words_that_are_tokens_need_no_merges(
+    tmp_path: Path, cut: str, ids: list[int]
+) -> None:
+    tokens = ["a", "b", "c", "</s>", "ab", "abc"]
+    file = file_of(
+        tmp_path, model="gpt2", pre=cut, tokens=tokens, token_type=[1, 1, 1, 3, 1, 1],
+        merges=["a b"], eos_token_id=3,
+    )  # fmt: skip
+    assert gguf_tokenizer(open_gguf(file)).encode("abc") == ids
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -33,8 +33,17 @@ def test_an_unknown_name_says_what_was_tried_and_the_nearest(name, nearest):
     assert str(error.value).endswith(f"Did you mean {nearest}?")
 
 
+def test_a_path_that_is_not_there_is_no_name_of_the_hub():
+    with pytest.raises(ValueError, match="no such directory .*written owner/name"):
+        resolve("/nowhere/at/all")
+
+
 def test_nothing_is_suggested_where_nothing_is_near():
     assert suggest("zzzzzzzz") == ""
+
+
+def test_the_name_itself_is_not_suggested():
+    assert suggest("facebook/opt-1.3b") == ""
 
 
 def test_pickles_are_fetched_only_where_there_are_no_safetensors(monkeypatch, tmp_path):

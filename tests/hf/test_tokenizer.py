@@ -61,6 +61,37 @@ def test_the_stop_token_must_be_one_token(tmp_path):
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("eos", [EOS_ID, [EOS_ID, BOS_ID]])
+def test_a_tokenizer_that_names_no_stop_token_has_that_of_the_config(tmp_path, eos):
+    tokenizer = byte_tokenizer()
+    named = tokenizer.eos_token
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(str(tmp_path))
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "llama", "eos_token_id": eos}))
+    assert load_tokenizer(tmp_path).eos_token == named
+    load_tokenizer(tmp_path).save_pretrained(str(tmp_path))
+    config.write_text(json.dumps({"model_type": "llama", "eos_token_id": BOS_ID}))
+    assert load_tokenizer(tmp_path).eos_token == named, "the tokenizer's own comes first"
+
+
+@pytest.mark.parametrize("eos", [None, [], 10_000])
+def test_a_config_that_names_none_either_does_not_help(tmp_path, eos):
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(str(tmp_path))
+    config = {"model_type": "llama", "eos_token_id": eos}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="no eos_token, .* or eos_token_id in config.json"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_real_directory_whose_config_alone_names_the_stop_token(shared_data):
+    tokenizer = load_tokenizer(shared_data("smollm2-135m-instruct"))
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|im_end|>", 2)
+    assert tokenizer.chat_template
+
+
 def test_pad_ids_are_never_stop_ids():
     tokenizer = byte_tokenizer()
     cfg = replace(OPT, vocab_size=VOCAB_ROWS, eos_token_id=EOS_ID, pad_token_id=5)

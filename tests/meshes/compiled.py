@@ -13,6 +13,9 @@ COLLECTIVE = re.compile(
 )
 GATHERED = re.compile(r"= (\w+\[[\d,]*\])\S* all-gather\(")
 
+REDUCED = re.compile(r"= (.*) (?:all-reduce|reduce-scatter)(?:-start)?\(")
+TYPE = re.compile(r"\w+\[[\d,]*\]")
+
 REMATERIALIZED = "Involuntary full rematerialization"
 """XLA's warning, on stderr, that it replicates an array because it knows no cheaper way."""
 
@@ -25,6 +28,12 @@ def collectives(program: jax.stages.Compiled) -> dict[str, int]:
 def gathered(program: jax.stages.Compiled) -> set[str]:
     """Types of what all-gathers produce, such as `f32[8,128]`."""
     return set(GATHERED.findall(program.as_text() or ""))
+
+
+def reduced(program: jax.stages.Compiled) -> set[str]:
+    """Types of what is summed over devices."""
+    sums = (REDUCED.search(line) for line in (program.as_text() or "").splitlines())
+    return {kind for found in sums if found for kind in TYPE.findall(found[1])}
 
 
 def temporary_bytes(program: jax.stages.Compiled) -> int:

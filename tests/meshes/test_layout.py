@@ -20,7 +20,7 @@ from meshes.layout import (
 from meshes.rules import TableName
 from meshes.spec import Constant, Normal, ParamSpec, Sinusoids
 
-UNITS = {"vocab": 128, "mlp": 256, "qkv": 9, "heads": 9}
+UNITS = {"vocab": 128, "mlp": 256, "qkv": 9, "heads": 9, "width": 24}
 
 
 def layout(mesh: str, inference_tp: int, table: TableName, units=UNITS) -> Layout:
@@ -117,6 +117,23 @@ def test_specs_drop_axes_of_size_1(mesh, inference_tp, store, compute, generate)
         layout(mesh, inference_tp, t).spec("mlp", None) for t in ("store", "compute", "generate")
     ]
     assert specs == [store, compute, generate]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "inference_tp", "store"),
+    [
+        ("8x1", 1, P(None, "data")),
+        ("4x2", 4, P(None, ("tp", "gen", "data"))),
+        ("1x8", 8, P(None, "tp")),
+        ("2x2x2", 2, P(None, ("tp", "data"))),
+        ("5x1", 1, P(None, None)),  # 24 columns do not divide
+    ],
+)
+def test_a_width_is_sharded_where_it_is_stored_and_nowhere_else(mesh, inference_tp, store):
+    specs = [
+        layout(mesh, inference_tp, t).spec(None, "width") for t in ("store", "compute", "generate")
+    ]
+    assert specs == [store, P(None, None), P(None, None)]
 
 
 @pytest.mark.parametrize(

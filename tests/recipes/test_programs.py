@@ -19,7 +19,7 @@ from rlhf_jax.data.batches import PairBatch, PromptBatch, TextBatch
 from rlhf_jax.engine.ema import start_ema
 from rlhf_jax.engine.generate import Decoding, generate
 from rlhf_jax.engine.hybrid import HybridEngine
-from rlhf_jax.engine.ppo_step import Scorers
+from rlhf_jax.engine.ppo_step import ModelOnMesh, Scorers
 from rlhf_jax.engine.state import TrainState, create_state
 from rlhf_jax.engine.step import train_step
 from rlhf_jax.hf.pretrained import Pretrained, find_pretrained
@@ -43,7 +43,7 @@ from rlhf_jax.stages.sft import num_predictions, sft_batch_loss
 from rlhf_jax.stages.trainable import Trainable, load_frozen, load_trainable
 
 MULTI_NODE = tuple(BY_DEPLOYMENT["multi_node"].values())
-SMALL = ("quickstart", *BY_DEPLOYMENT["single_gpu"].values())
+SMALL = ("quickstart", "smollm2-hh", "smollm2-gsm8k", *BY_DEPLOYMENT["single_gpu"].values())
 PLACES = [
     *((name, "1x1") for name in SMALL),
     *((name, "8x1") for name in RECIPES if name not in SMALL + MULTI_NODE),
@@ -172,10 +172,11 @@ def trace_reward(traced: Traced) -> None:
 def trace_dpo(traced: Traced) -> None:
     cfg, base = traced.cfg.dpo, traced.actor
     layout = compute_layout(base.cfg, cast(Any, traced.mesh))
+    place = {"model": ModelOnMesh(base.cfg, layout), "num_answer": cfg.max_seq_len // 2}
     start, reference = loaded(traced, base, cfg.lora, scalar=False)
-    loss = partial(dpo_batch_loss, cfg=cfg, model=base.cfg, layout=layout)
+    loss = partial(dpo_batch_loss, cfg=cfg, **place)
     scored = jax.eval_shape(
-        partial(with_reference, model=base.cfg, layout=layout),
+        partial(with_reference, **place),
         reference,
         pairs(layout, cfg.batch_size, cfg.max_seq_len),
     )
@@ -241,7 +242,7 @@ STEPS = {"sft": trace_sft, "reward": trace_reward, "ppo": trace_ppo, "dpo": trac
 
 def trace(cfg: TrainConfig, mesh: str) -> None:
     traced, shape = trace_of(cfg, mesh)
-    check_batches(replace(cfg, step=(1, 2, 3)), shape)
+    check_batches(cfg, shape)
     check_batches(replace(cfg, step=("dpo",)), shape)
     with use_mesh(traced.mesh):
         for step in STEPS.values():

@@ -85,6 +85,17 @@ def test_the_old_text_stays_until_the_new_one_is_written(
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
+def test_what_the_run_does_not_need_asks_for_no_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, text: str, **kwargs: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="report.html could not be written. Free some space$"):
+        replace_text(tmp_path / "report.html", "text", advice="Free some space")
+
+
 def test_an_export_on_a_full_disk_leaves_the_earlier_one(tmp_path: Path) -> None:
     export = tmp_path / "actor"
     with staged(export) as stage:

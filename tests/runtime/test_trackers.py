@@ -1,5 +1,6 @@
 """Trackers get the rows of metrics.jsonl once, and a resumed run goes on where it stopped."""
 
+import math
 import struct
 import sys
 import types
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlhf_jax.runtime import trackers
-from rlhf_jax.runtime.metrics import MetricsWriter, last_steps
+from rlhf_jax.runtime.metrics import MetricsWriter, last_steps, read_rows
 from rlhf_jax.runtime.trackers import RunInfo, check_installed, open_trackers, read_state
 
 SETTINGS = {"seed": 7, "ppo.kl_coef": 0.5, "resume": False, "mesh": None, "step": [1, 2]}
@@ -92,6 +93,22 @@ def test_tensorboard_has_every_row_and_the_settings(tmp_path: Path) -> None:
     }
     (events,) = (tmp_path / "tensorboard").iterdir()
     assert b"ppo.kl_coef" in events.read_bytes()
+
+
+def test_what_is_no_number_is_shown_as_such(tmp_path: Path) -> None:
+    """The file says null; a tracker gets the value itself, and the other metrics of the row."""
+    with writer(tmp_path, "tensorboard") as metrics:
+        metrics.write("sft", 1, {"loss": math.nan, "grad_norm": math.inf, "lr": 0.5})
+    found = scalars(tmp_path / "tensorboard")
+    assert math.isnan(found["sft/loss", 1][0])
+    assert (found["sft/grad_norm", 1], found["sft/lr", 1]) == ([math.inf], [0.5])
+    (row,) = read_rows(tmp_path / "metrics.jsonl")
+    assert (row["loss"], sorted(row["nonfinite"])) == (None, ["grad_norm", "loss"])
+
+
+def test_without_trackers_no_file_is_left(tmp_path: Path) -> None:
+    assert open_trackers([], info(tmp_path), {}) == []
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_resumed_run_sends_no_step_twice(tmp_path: Path) -> None:

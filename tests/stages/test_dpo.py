@@ -10,11 +10,12 @@ from meshes.layout import make_mesh, parse_mesh
 from meshes.reshard import put_batch
 from rlhf_jax.data.batches import collate_pairs
 from rlhf_jax.data.tokenize import PairRow
+from rlhf_jax.engine.ppo_step import ModelOnMesh
 from rlhf_jax.models.decoder import forward
 from rlhf_jax.models.layers import logits_from_hidden
 from rlhf_jax.models.params import compute_layout, param_specs, store_layout
 from rlhf_jax.stages.answers import prompts_of
-from rlhf_jax.stages.dpo import pair_logprobs
+from rlhf_jax.stages.dpo import longest_answer, pair_logprobs
 from tests.models.cases import LLAMA, put_params, random_values
 from tests.reference.dpo import answer_logprob
 
@@ -23,11 +24,11 @@ LENGTH = 12
 
 
 def pairs(num: int) -> list[PairRow]:
-    """Pairs with prompts of 1 to 3 tokens and answers of 2 to 8."""
+    """Pairs with prompts of 0 to 2 tokens and answers of 2 to 8."""
     rng = np.random.default_rng(0)
     rows = []
     for n in range(num):
-        prompt = rng.integers(3, LLAMA.vocab_size, 1 + n % 3)
+        prompt = rng.integers(3, LLAMA.vocab_size, n % 3)
         chosen, rejected = (
             np.append(prompt, rng.integers(3, LLAMA.vocab_size, rng.integers(2, 9))).astype(
                 np.int32
@@ -75,7 +76,12 @@ def test_one_pass_over_both_rows_of_every_pair(mesh, expected, tolerance):
     batch = collate_pairs(pairs(6), 8, length=LENGTH)
     with jax.set_mesh(mesh):
         params = put_params(VALUES, param_specs(LLAMA), store_layout(LLAMA, mesh))
-        program = jax.jit(partial(pair_logprobs, model=LLAMA, layout=compute, remat="none"))
+        program = jax.jit(
+            partial(
+                pair_logprobs, model=ModelOnMesh(LLAMA, compute),
+                num_answer=longest_answer(pairs(6)), remat="none",
+            )
+        )  # fmt: skip
         got = np.stack(program(params, put_batch(batch, compute)))
     np.testing.assert_allclose(got[:, :6], expected, **tolerance(np.float32))
     np.testing.assert_array_equal(got[:, 6:], 0)

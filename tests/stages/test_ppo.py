@@ -1,13 +1,27 @@
 """Which rows an update phase sees, and the sizes that follow from a config."""
 
+import functools
+from collections import namedtuple
+from dataclasses import replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+from rlhf_jax.engine.ppo_step import UpdateSettings
+from rlhf_jax.engine.state import create_state
+from rlhf_jax.hf.pretrained import find_pretrained
 from rlhf_jax.objectives.adaptive import AdaptiveKL
-from rlhf_jax.stages.ppo import minibatches
+from rlhf_jax.stages.ppo import Programs, minibatches
 from rlhf_jax.stages.ppo_config import PPOConfig
+from rlhf_jax.stages.reward_plan import RewardPlan
+from rlhf_jax.stages.roles import Cast
+from tests.engine.drive import Driver
+from tests.engine.test_ppo_step import SCORING, scored
+from tests.models.cases import OPT
 
 
 def rows_of(cfg: PPOConfig, step: int = 0, seed: int = 0) -> list[tuple[Any, list[int]]]:
@@ -93,3 +107,56 @@ def test_settings_reach_what_reads_them() -> None:
 def test_settings_that_do_nothing_or_harm_are_refused(changes: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PPOConfig(**changes)
+
+
+@functools.cache
+def updated(target_kl: float | None) -> tuple[int, float]:
+    """Steps that the actor took, and `val/stopped`, where the log-probabilities are off by 1."""
+    driver = Driver(OPT)
+    optimizers = (optax.sgd(1.0), optax.sgd(1.0))
+    cast = Cast(driver.place, driver.place, None, optimizers, ({}, {}))
+    plan = RewardPlan((), None, False, find_pretrained("quickstart"))
+    cfg = PPOConfig(target_kl=target_kl, temperature=SCORING.temperature, remat="none")
+    programs = Programs.create(cfg, cast, plan)
+    experience, _ = scored(SCORING)
+    moved = replace(experience, logprobs_BR=experience.logprobs_BR - 1)
+    with jax.set_mesh(driver.engine.mesh):
+        actor, critic = (
+            create_state(model, optimizer)
+            for model, optimizer in zip(
+                (driver.actor(1), driver.scalar(3)), optimizers, strict=True
+            )
+        )
+        actor, _, stopped, metrics = programs.update(
+            actor, critic, moved, np.arange(8), jnp.bool_(False), None,
+            frozen=(None, None), key=None,
+        )  # fmt: skip
+    assert bool(stopped) == bool(metrics["val/stopped"])
+    return int(actor.step), float(metrics["val/stopped"])
+
+
+@pytest.mark.parametrize(("target_kl", "expected"), [(0.4, (0, 1)), (0.6, (1, 0)), (None, (1, 0))])
+def test_the_configs_target_stops_the_update(target_kl, expected) -> None:
+    """The KL to the rollout is estimated as half the squared difference, 0.5."""
+    assert updated(target_kl) == expected
+
+
+def test_each_setting_of_the_update_is_read_from_its_own_field(monkeypatch) -> None:
+    seen = []
+
+    def record(*args: Any, settings: UpdateSettings, **static: Any) -> Any:
+        seen.append(settings)
+        return jnp.zeros(()), {}
+
+    monkeypatch.setattr("rlhf_jax.stages.ppo.ppo_update", record)
+    place: Any = None
+    cast = Cast(place, place, None, (optax.sgd(1.0), optax.sgd(1.0)), ({}, {}))
+    changes: dict[str, Any] = {
+        "temperature": 0.9, "clip_range": 0.11, "value_clip_range": 0.12, "value_coef": 0.13,
+        "entropy_coef": 0.14, "target_kl": 0.15, "ptx_coef": 0.16, "remat": "dots",
+    }  # fmt: skip
+    cfg = PPOConfig(**changes, gradient_accumulation_steps=2, ptx_path="text")
+    plan = RewardPlan((), None, False, find_pretrained("quickstart"))
+    state: Any = namedtuple("State", "step")(jnp.int32(0))
+    Programs.create(cfg, cast, plan).update(state, state)
+    assert seen == [UpdateSettings(**changes, num_parts=2)]

@@ -79,7 +79,7 @@ def test_an_attribute_of_a_class(folder: Path) -> None:
         ("judges", "give module:function, or path/to/file.py:function"),
         ("judges:", "give module:function"),
         ("nowhere:f", "there is no module nowhere .looked in .*; a file is named as path"),
-        ("nowhere.py:f", "FileNotFoundError: no such file: .*nowhere.py"),
+        ("nowhere.py:f", "reward-fn=nowhere.py:f: no such file: .*nowhere.py"),
         ("broken:f", "importing broken failed with ModuleNotFoundError: .*nothing_like_this"),
         ("broken.py:f", "importing broken.py failed with ModuleNotFound.*.broken.py, line 1."),
         ("judges:size", "judges has no size; it defines length, positional, bare, later"),

@@ -1,5 +1,6 @@
 """What scores answers, and what the critic starts from, as it follows from tokenizers and flags."""
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from rlhf_jax.data.records import Message
+from rlhf_jax.data.render import ChatFormat
 from rlhf_jax.data.tokenize import PromptRow
 from rlhf_jax.hf.pretrained import Pretrained, find_pretrained
 from rlhf_jax.stages.ppo_config import PPOConfig
@@ -93,12 +95,62 @@ def rows(**extra: Any) -> list[PromptRow]:
 
 def test_the_data_are_checked_before_the_run(actor: Pretrained, words: Pretrained) -> None:
     functions = plan_rewards(PPOConfig(reward_fn=(GSM8K,)), actor, replace(actor, name="r"))
-    check_prompt_rows(functions, rows(columns={"answer": "#### 2"}), "template")
+    check_prompt_rows(functions, actor, rows(columns={"answer": "#### 2"}), "template")
     with pytest.raises(ValueError, match="needs answer, which the prompts' data set does not"):
-        check_prompt_rows(functions, rows(), "template")
+        check_prompt_rows(functions, actor, rows(), "template")
     by_text = plan_rewards(PPOConfig(critic_from="actor"), actor, words)
-    check_prompt_rows(by_text, rows(), "template")
+    check_prompt_rows(by_text, actor, rows(), "template")
     asked = rows(messages=(Message("user", "2 ?"),))
-    check_prompt_rows(by_text, asked, "human_assistant")
+    check_prompt_rows(by_text, actor, asked, "human_assistant")
     with pytest.raises(ValueError, match="the tokenizer has no chat template"):
-        check_prompt_rows(by_text, asked, "template")
+        check_prompt_rows(by_text, actor, asked, "template")
+
+
+def with_template(model: Pretrained, template: str | None) -> Pretrained:
+    tokenizer = copy.deepcopy(model.tokenizer)
+    tokenizer.chat_template = template
+    return replace(model, name="reward", tokenizer=tokenizer)
+
+
+PLAIN = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+MARKED = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+def test_a_reward_model_that_reads_the_actors_ids_has_its_way_to_write_conversations(
+    actor: Pretrained,
+) -> None:
+    asked = rows(messages=(Message("user", "2 ?"),))
+    actor = replace(with_template(actor, PLAIN), name=actor.name)
+    cases: list[tuple[str | None, list[PromptRow], ChatFormat]] = [
+        (PLAIN, asked, "template"),
+        (PLAIN + "{# the same text #}", asked, "template"),
+        (None, asked, "template"),
+        (MARKED, rows(), "template"),
+        (MARKED, asked, "human_assistant"),
+    ]
+    for template, data, chat_format in cases:
+        plan = plan_rewards(PPOConfig(), actor, with_template(actor, template))
+        check_prompt_rows(plan, actor, data, chat_format)
+    plan = plan_rewards(PPOConfig(), actor, with_template(actor, MARKED))
+    with pytest.raises(ValueError, match="same tokens and chat templates that write '2 .' in diff"):
+        check_prompt_rows(plan, actor, asked, "template")
+    assert not plan.by_text
+    plan = plan_rewards(PPOConfig(critic_from="actor"), actor, with_template(actor, MARKED))
+    assert plan.by_text, "it reads text in its own template"
+    check_prompt_rows(plan, actor, asked, "template")
+    plan = plan_rewards(PPOConfig(critic_from="actor"), actor, with_template(actor, PLAIN))
+    assert not plan.by_text
+
+
+def test_every_conversation_is_one_that_the_reward_models_template_takes(
+    actor: Pretrained, words: Pretrained
+) -> None:
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    reward = with_template(words, refuses + MARKED)
+    plan = plan_rewards(PPOConfig(critic_from="actor"), actor, reward)
+    asked = (Message("user", "2 ?"),)
+    check_prompt_rows(plan, actor, rows(messages=asked), "template")
+    second = rows(messages=(Message("system", "Be kind."), *asked))
+    message = r"the reward model reward cannot read the prompt '2 \?' \(.* no system\): use data"
+    with pytest.raises(ValueError, match=message):
+        check_prompt_rows(plan, actor, rows(messages=asked) + second, "template")

@@ -44,9 +44,11 @@ def test_a_run_with_dpo_says_what_it_changed(
     results = {"before": judged(0.25), "after": judged(0.75), "eval/rewards/accuracies": 0.875}
     (tmp_path / "summary.json").write_text(json.dumps({"dpo": results}))
     (tmp_path / "dpo").mkdir()
+    (tmp_path / "dpo_adapter").mkdir()
     print_summary(tmp_path, 1.0)
     out = " ".join(capsys.readouterr().out.split())
     assert "dpo held-out accuracy 0.875" in out
     assert "DPO changed the share of right answers by +50.0 points sampled" in out
     assert "after DPO, a Hugging Face directory" in out
+    assert f"{tmp_path}/dpo_adapter/ adapters alone, a PEFT directory" in out
     assert "python -m rlhf_jax.chat" in out

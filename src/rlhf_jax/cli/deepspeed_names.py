@@ -96,9 +96,6 @@ VALUES: dict[str, dict[str, str]] = {
 }
 """Other spellings of values, by field."""
 
-EMPTY: dict[str, tuple[tuple[str, ...], ...]] = {"report_to": (("none",),)}
-"""Values that stand for no value at all, by field."""
-
 OPT_SIZES = ("125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b", "175b")
 
 _SHARDED = "parameters, gradients and optimizer state are always fully sharded (ZeRO-3)"

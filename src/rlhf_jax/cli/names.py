@@ -5,6 +5,7 @@ from difflib import get_close_matches
 
 from rlhf_jax.cli.deepspeed_names import NOT_NEEDED, NOT_YET, REFUSED, RENAMED, Target
 from rlhf_jax.cli.fields import config_fields, flag_of
+from rlhf_jax.cli.peer_names import PEER_NAMES
 from rlhf_jax.cli.tokens import Given
 from rlhf_jax.stages.config import STAGES, StageName, TrainConfig
 
@@ -65,7 +66,7 @@ def _running_owner(given: Given, owners: list[str], stages: Sequence[StageName])
     if running:
         raise ValueError(
             f"{given.label} could mean each of {_spelled(running, given)}, since "
-            f"{_steps(stages)}: give the full name, or run one stage (--step)"
+            f"{steps_text(stages)}: give the full name, or run one stage (--step)"
         )
     similar = [
         path
@@ -74,11 +75,12 @@ def _running_owner(given: Given, owners: list[str], stages: Sequence[StageName])
     ]
     hint = f". It has {_spelled(similar, given)}" if similar else ""
     raise ValueError(
-        f"{given.label} belongs to {_spelled(owners, given)}, but {_steps(stages)}{hint}"
+        f"{given.label} belongs to {_spelled(owners, given)}, but {steps_text(stages)}{hint}"
     )
 
 
-def _steps(stages: Sequence[StageName]) -> str:
+def steps_text(stages: Sequence[StageName]) -> str:
+    """`only step 1 runs`, `steps 1, 2 and 3 run`."""
     steps = [str(step) for step, stage in STAGES.items() if stage in stages]
     if len(steps) == 1:
         return f"only step {steps[0]} runs"
@@ -93,8 +95,23 @@ def _unknown(given: Given) -> str:
     kind = f"unknown flag {given.label}"
     if given.file:
         kind = f"{given.file}: unknown key {given.name}"
+    inside = [path for path in FIELDS if path.startswith(f"{given.name}.")]
+    if inside:
+        return f"{kind}: it is a group of settings, such as {_spelled(inside[:1], given)}"
     everything = [*NAMES, *(_leaf(name) for name in NAMES), *NOT_NEEDED, *NOT_YET, *REFUSED]
     near = get_close_matches(given.name, everything, n=1, cutoff=0.6)
+    if peer := _peers_name(given.name):
+        near = [peer]
     if not near:
         return f"{kind}: --help lists all flags, docs/flags.md DeepSpeed-Chat's"
     return f"{kind}: did you mean {_spelled(near, given)}?"
+
+
+def _peers_name(name: str) -> str | None:
+    """Our name for another library's: `sft.lora.rank` is `sft.lora.dim`."""
+    parts = name.split(".")
+    for start in range(len(parts)):
+        if ours := PEER_NAMES.get("_".join(parts[start:])):
+            full = ".".join([*parts[:start], ours])
+            return full if full in NAMES else ours
+    return None

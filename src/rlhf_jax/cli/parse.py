@@ -7,6 +7,7 @@ value, wherever it came from, is text that tyro reads by the type of its field.
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import tyro
 
@@ -15,6 +16,7 @@ from rlhf_jax.cli.config_file import read_config_file
 from rlhf_jax.cli.fields import config_fields
 from rlhf_jax.cli.settings import Setting, Settings, collect, field_values
 from rlhf_jax.cli.tokens import Given, split_argv
+from rlhf_jax.cli.unread import unread_notes
 from rlhf_jax.cli.values import read_value, replace_fields
 from rlhf_jax.models.tiny import QUICKSTART
 from rlhf_jax.recipes.catalog import (
@@ -30,6 +32,7 @@ from rlhf_jax.stages.config import STAGES, StageName, TrainConfig
 
 PROG = "python -m rlhf_jax.train"
 HELP_FLAGS = ("-h", "--help")
+WEIGHT = "ppo.reward_model_weight"
 DEFAULT_ACTOR = "facebook/opt-1.3b"
 """DeepSpeed-Chat's, where --deployment-type and a reward model are given alone."""
 
@@ -58,10 +61,13 @@ def resolve(argv: Sequence[str]) -> tuple[TrainConfig, list[str]]:
     typed = split_argv(argv)
     filed = _read_config_flag(typed)
     stages = _stages(typed, filed)
-    settings = collect(filed, stages, notes) | collect(typed, stages, notes)
+    flags = collect(typed, stages, notes)
+    settings = collect(filed, stages, notes) | flags
     base = _base(settings, notes)
+    _let_functions_score_alone(settings, base, stages, notes)
     _tell_models(settings, base, stages, notes)
-    return _set_fields(settings, base, notes), notes
+    config = _set_fields(settings, base, notes)
+    return config, [*notes, *unread_notes(flags, config, stages)]
 
 
 def _read_config_flag(typed: list[Given]) -> list[Given]:
@@ -134,12 +140,32 @@ def _deployed_mesh(settings: Settings, base: TrainConfig, kind: Deployment, labe
     return mesh or f"all devices of {'this node' if kind == 'single_node' else 'all nodes'}, as Nx1"
 
 
+def _let_functions_score_alone(
+    settings: Settings, base: TrainConfig, stages: Sequence[StageName], notes: list[str]
+) -> None:
+    """Reward functions mean no reward model where none is trained, named or weighted."""
+    functions = settings.get("ppo.reward_fn")
+    asked = {"reward_model", WEIGHT} & set(settings)
+    if functions is None or not functions.values or asked or stages[-1:] != ("ppo",):
+        return
+    directory = settings["output_dir"].values[0] if "output_dir" in settings else base.output_dir
+    resumed = "resume" in settings and settings["resume"].values == ("True",)
+    if "reward" in stages or (resumed and (Path(directory) / "reward").exists()):
+        return
+    settings[WEIGHT] = Setting(functions.given, WEIGHT, ("0.0",))
+    notes.append(
+        f"{functions.given.label}: functions score alone; --reward-model names a reward model "
+        "beside them"
+    )
+
+
 def _tell_models(
     settings: Settings, base: TrainConfig, stages: Sequence[StageName], notes: list[str]
 ) -> None:
     """Say which reward model is taken where only the actor was named."""
     named = "actor_model" in settings and "reward_model" not in settings
-    rewarded = {"reward", "ppo"} & set(stages)
+    alone = WEIGHT in settings and settings[WEIGHT].values == ("0.0",)
+    rewarded = "reward" in stages or ("ppo" in stages and not alone)
     if named and rewarded and base.reward_model != QUICKSTART:
         notes.append(f"the reward model is {base.reward_model}: --reward-model names another")
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from meshes.layout import parse_mesh
 from rlhf_jax.cli.deepspeed_names import (
-    EMPTY,
     NOT_NEEDED,
     NOT_YET,
     OFF_VALUES,
@@ -81,7 +80,7 @@ def _setting(given: Given, stages: Sequence[StageName]) -> Setting:
     elif negated:
         raise ValueError(f"{given.label}: only a switch can be negated, {flag_of(name)} is none")
     elif field is not None and field.is_sequence:
-        values = () if given.values in EMPTY.get(target.path, ()) else given.values
+        values = _sequence(given)
     else:
         values = (_spelling(given, target.path, field),)
     return Setting(given, name, values)
@@ -92,6 +91,15 @@ def _switch(given: Given, negated: bool) -> bool:
     if text not in ("true", "false"):
         raise ValueError(f"{given.label} is a switch: give no value, true or false, got {text!r}")
     return (text == "true") != negated
+
+
+def _sequence(given: Given) -> tuple[str, ...]:
+    """The values of a list. `none` empties it; nothing at all, as an unset shell variable leaves
+    behind, is a mistake.
+    """
+    if not given.values and not given.file:
+        raise ValueError(f"{given.label} takes one value or more, got none (`none` empties it)")
+    return () if [value.lower() for value in given.values] == ["none"] else given.values
 
 
 def _spelling(given: Given, path: str, field: ConfigField | None) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from rlhf_jax.data.mixture import shares
 from rlhf_jax.data.records import Example, Stage
 from rlhf_jax.data.render import ChatFormat
-from rlhf_jax.data.sources import QUICKSTART, Source, load_source
+from rlhf_jax.data.sources import QUICKSTART, Source, Split, load_source
 from rlhf_jax.data.tokenize import Overlong
 
 STAGE_INDEX: dict[Stage, int] = {"sft": 0, "reward": 1, "ppo": 2}
@@ -39,7 +39,9 @@ class DataConfig:
             their prompt, whole, until they fit.
         chat_format: conversations are written out by the model's chat template, or as
             `Human:`/`Assistant:` transcripts.
-        margins: whether margins in the data widen the reward model's loss; else they are ignored.
+        margins: which ones the reward model's loss has: those of a column `margin`; or also
+            differences in score of data sets that the catalog knows, as shares of the largest
+            difference there can be; or none.
         max_rows: at most this many train and this many eval rows a stage, taken after the blend.
     """
 
@@ -50,7 +52,7 @@ class DataConfig:
     eval_fraction: float = 0.1
     overlong: Literal["drop", "cut", "cut_turns"] = "drop"
     chat_format: Literal["template", "human_assistant"] = "template"
-    margins: bool = True
+    margins: Literal["none", "column", "scores"] = "column"
     max_rows: int | None = None
 
     def __post_init__(self) -> None:
@@ -66,6 +68,7 @@ class DataConfig:
             raise ValueError(f"eval_fraction={self.eval_fraction}: it must be in [0, 1)")
         check_choice("overlong", self.overlong, get_args(Overlong.__value__))
         check_choice("chat_format", self.chat_format, get_args(ChatFormat.__value__))
+        check_choice("margins", self.margins, ("none", "column", "scores"))
         self._check_weights()
         if self.max_rows is not None and self.max_rows < 1:
             raise ValueError(f"max_rows={self.max_rows}: it must be at least 1, or none for all")
@@ -194,11 +197,10 @@ class _Part:
 
 
 def _load_part(path: str, config: DataConfig, data_split: str, stage: Stage, seed: int) -> _Part:
-    source = _require(load_source(path, split="train", stage=stage))
-    if not config.margins:
-        source = replace(source, records=[replace(row, margin=None) for row in source.records])
+    source = _load(path, config, "train", stage)
+    assert source is not None, "only an eval split may be missing"
     train = source.records
-    own_eval = load_source(path, split="eval", stage=stage)
+    own_eval = _load(path, config, "eval", stage)
     if own_eval is not None:
         held_out = own_eval.records
     elif config.eval_fraction:
@@ -213,6 +215,15 @@ def _load_part(path: str, config: DataConfig, data_split: str, stage: Stage, see
     kind = f"{own_eval} in its eval split" if own_eval else "eval rows held out"
     note = f"{source} ({kind}); {stage} gets {len(train)} train and {len(held_out)} eval rows"
     return _Part(train, held_out, note)
+
+
+def _load(path: str, config: DataConfig, split: Split, stage: Stage) -> Source | None:
+    """A split of a source, with the margins that are wanted."""
+    source = load_source(path, split=split, stage=stage)
+    wanted = config.margins
+    if source is None or wanted == "scores" or (wanted == "column" and source.entry is None):
+        return source
+    return replace(source, records=[replace(row, margin=None) for row in source.records])
 
 
 def _share(rows: list[Example], data_split: str, stage: Stage, seed: int) -> list[Example]:
@@ -247,8 +258,3 @@ def _numbered(
 
 def _shuffled(rows: list[Example], seed: int) -> list[Example]:
     return [rows[i] for i in permutation(len(rows), seed)]
-
-
-def _require(source: Source | None) -> Source:
-    assert source is not None, "only an eval split may be missing"
-    return source

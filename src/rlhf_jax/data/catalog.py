@@ -27,11 +27,12 @@ class Entry:
         chosen: the answer, or the first of two; None: there are prompts alone.
         rejected: the other answer; None: there are no pairs.
         first_is_better: whether the answer of `chosen` is; None from it: neither is.
-        margin: by how much the scores should differ.
+        margin: by how much the scores should differ: the difference in the data, as a share of
+            the largest there can be.
         keep: columns for reward functions; None: all but those that a row must have.
         columns: what a row must have, where functions read it.
         merge: several rows to one, before they are read.
-        splits: names of the train and eval split, where they are other than everywhere.
+        splits: names of the train and eval split that come before those of every data set.
         hub: its id on the Hub, where that is not the path.
         config: of the data set on the Hub, unless the path says one.
         data_dir: folder in the data set on the Hub.
@@ -213,7 +214,7 @@ def _helpsteer(name: str) -> Entry:
         "{best[response]}",
         "{worst[response]}",
         first_is_better=lambda row: None if _equal(row, _SCORES) else True,
-        margin=lambda row: number(row, "best", _SCORES[0]) - number(row, "worst", _SCORES[0]),
+        margin=lambda row: (number(row, "best", _SCORES[0]) - number(row, "worst", _SCORES[0])) / 4,
         columns=("prompt", "response", *_SCORES),
         merge=best_and_worst(*_SCORES),
         keep=(),
@@ -255,14 +256,14 @@ CATALOG: tuple[Entry, ...] = (
     Entry("local/jsonfile", " {prompt}", " {chosen}", " {rejected}", folder="."),
     # Others.
     Entry("ultrafeedback_binarized", None, "{chosen}", "{rejected}",
-          margin=lambda row: number(row, "score_chosen") - number(row, "score_rejected"),
+          margin=lambda row: (number(row, "score_chosen") - number(row, "score_rejected")) / 10,
           columns=("score_chosen", "score_rejected"),
-          splits={"train": ("train_prefs", "train"), "eval": ("test_prefs", "test")}),
+          splits={"train": ("train_prefs",), "eval": ("test_prefs",)}),
     _helpsteer("nvidia/HelpSteer"),
     _helpsteer("nvidia/HelpSteer2"),
     Entry("nvidia/HelpSteer2-preference", helpsteer_turns, "{response_1}", "{response_2}",
           first_is_better=lambda row: _sign(-number(row, "preference_strength")),
-          margin=lambda row: abs(number(row, "preference_strength")),
+          margin=lambda row: abs(number(row, "preference_strength")) / 3,
           columns=("prompt", "preference_strength"), hub="nvidia/HelpSteer2",
           data_dir="preference"),
     Entry("openai/summarize_from_feedback", "SUBREDDIT: r/{info[subreddit]}\n\n"

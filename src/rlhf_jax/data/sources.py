@@ -98,7 +98,7 @@ def _quickstart(split: Split, stage: Stage) -> Source:
 
 def _tables(path: str, split: Split, entry: Entry | None) -> list[Table] | None:
     """Where the rows of a split lie; None when there is no eval split."""
-    names = entry.splits.get(split, SPLIT_NAMES[split]) if entry else SPLIT_NAMES[split]
+    names = (*(entry.splits.get(split, ()) if entry else ()), *SPLIT_NAMES[split])
     local = Path(path).expanduser()
     by_name = entry if entry and path == entry.name else None
     if by_name and by_name.folder and not local.exists():
@@ -173,8 +173,9 @@ def _fetch(name: str, config: str | None, data_dir: str | None, path: str) -> "D
     # RuntimeError is what `datasets` raises for data sets that come as a script.
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         raise FileNotFoundError(
-            f"{path}: no such file or folder, and as a Hub id it could not be fetched: {error} "
-            "Check the spelling and the network, or download the data and give its path"
+            f"{path}: no such file or folder, and as a Hub id it could not be fetched: "
+            f"{str(error).rstrip('.')}. Check the spelling and the network, or download the data "
+            "and give its path"
         ) from error
     assert isinstance(found, datasets.DatasetDict)
     return found

@@ -341,6 +341,8 @@ def ppo_update(
         )  # fmt: skip
         actor_grads = jax.tree.map(jnp.add, actor_grads, text_grads)
         actor_value, metrics = actor_value + text_value, metrics | text_metrics
+    # Nothing else orders the two: interleaved, what both forward passes keep is alive at once.
+    batch, actor_grads = jax.lax.optimization_barrier((batch, actor_grads))
     critic_grads, critic_value, critic_metrics = gradients(
         lambda p, b: critic_loss(p, b, critic_place, settings),
         critic.params, batch, num_actions, parts,

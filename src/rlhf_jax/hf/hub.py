@@ -38,13 +38,18 @@ def resolve(name: str) -> Path:
         if not is_model(path):
             if gguf := find_gguf(path):
                 return gguf
-            raise FileNotFoundError(f"{path} has no config.json: it is not a Hugging Face model")
+            raise FileNotFoundError(f"{path} has no config.json and no GGUF file: it is not a model")
         return path
     try:
         directory = Path(snapshot_download(name, allow_patterns=CONFIG_FILES + SAFETENSORS))
         if not list(directory.glob("*.safetensors")):
             directory = Path(snapshot_download(name, allow_patterns=CONFIG_FILES + PICKLES))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except HFValidationError as error:
+        raise ValueError(
+            f"there is no model {name!r}: no such directory ({path.absolute()}), and no name of "
+            f"the Hugging Face Hub either: those are written owner/name{suggest(name)}"
+        ) from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"there is no model {name!r}: no such directory ({path.absolute()}), and the "
@@ -69,4 +74,4 @@ def suggest(name: str) -> str:
     found = [whole[key] for key in near]
     near = difflib.get_close_matches(wanted.split("/")[-1], short, n=1, cutoff=0.6)
     found = found or [short[key] for key in near]
-    return f". Did you mean {found[0]}?" if found else ""
+    return f". Did you mean {found[0]}?" if found and found[0] != name else ""

@@ -266,6 +266,7 @@ def put_factors(
             return leaf
         found = factors[path]
         side = put(found.side_FA, axes[path][0], None)
-        return replace(found, base_FD=leaf, side_FA=side, core_AD=put(found.core_AD, None, None))
+        core = put(found.core_AD, None, "width")
+        return replace(found, base_FD=leaf, side_FA=side, core_AD=core)
 
     return jax.tree_util.tree_map_with_path(one, params)

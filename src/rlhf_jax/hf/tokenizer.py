@@ -2,13 +2,18 @@
 
 import copy
 import json
+import logging
 from pathlib import Path
 
 from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase
 
+from rlhf_jax.hf.config_io import read_json
 from rlhf_jax.hf.gguf import is_gguf, open_gguf
 from rlhf_jax.hf.gguf_tokenizer import gguf_tokenizer
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.hf_table import stop_ids
+
+log = logging.getLogger(__name__)
 
 OPT_TOKENS = {"</s>": 2, "<pad>": 1}
 """What tells OPT's vocabulary from GPT-2's, which has files of the same names."""
@@ -20,8 +25,8 @@ def load_tokenizer(
     """The tokenizer in a directory or GGUF file, right-padding; with `cfg` it must fit that model.
 
     A directory with `vocab.json` and `merges.txt` alone is read as OPT's, which puts `</s>` in
-    front of every text. Raises FileNotFoundError where there is none, ValueError where it does
-    not fit.
+    front of every text. Where the tokenizer names no EOS, the (first) one of config.json is it.
+    Raises FileNotFoundError where there is none, ValueError where it does not fit.
     """
     path = Path(directory)
     if is_gguf(path):
@@ -41,9 +46,24 @@ def load_tokenizer(
                 f"{path} has no tokenizer that can be loaded: it needs tokenizer.json, or "
                 f"vocab.json and merges.txt. transformers says: {first_line(error)}"
             ) from error
+    if tokenizer.eos_token is None:
+        tokenizer.eos_token = config_eos(path, tokenizer)
     tokenizer.padding_side = "right"
     check_tokenizer(tokenizer, cfg, str(path))
     return tokenizer
+
+
+def config_eos(path: Path, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The token that config.json says ends a text, the first where it says several."""
+    file = path / "config.json"
+    ids = stop_ids(read_json(file).get("eos_token_id")) if file.is_file() else None
+    first = next(iter(ids), None) if isinstance(ids, tuple) else ids
+    if first is None:
+        return None
+    (token,) = tokenizer.convert_ids_to_tokens([first])
+    if token is not None:
+        log.info("%s: the tokenizer names no EOS, config.json does: %s", path, token)
+    return token
 
 
 def is_bare_opt(path: Path) -> bool:
@@ -77,7 +97,7 @@ def check_tokenizer(
     if eos is None or not isinstance(tokenizer.eos_token_id, int):
         raise ValueError(
             f"{where}: the tokenizer has no eos_token, so no text could end: "
-            "set eos_token in tokenizer_config.json"
+            "set eos_token in tokenizer_config.json, or eos_token_id in config.json"
         )
     ids = tokenizer.encode(str(eos), add_special_tokens=False, split_special_tokens=False)
     if ids != [tokenizer.eos_token_id]:

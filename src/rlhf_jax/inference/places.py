@@ -8,6 +8,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_jax.hf.gguf import find_gguf
+from rlhf_jax.hf.hub import is_model
 from rlhf_jax.inference.conversation import PLACE, TURN_FORMAT, Form, by_template, by_turns
 
 POLICIES = ("actor", "dpo", "sft")
@@ -41,17 +43,14 @@ def _find(name: str, folders: tuple[str, ...], kind: str, writers: str) -> str:
     for folder in folders:
         if is_model(path / folder):
             return str(path / folder)
+    if find_gguf(path):
+        return name
     there = [folder for folder in (*POLICIES, REWARD) if is_model(path / folder)]
     hint = f". It holds {', '.join(f'{folder}/' for folder in there)}" if there else ""
     raise FileNotFoundError(
         f"{path} holds no {kind}: there is no {' or '.join(f'{folder}/' for folder in folders)} "
-        f"with a config.json in it ({writers}), and no config.json itself{hint}"
+        f"with a config.json in it ({writers}), no config.json itself and no GGUF file{hint}"
     )
-
-
-def is_model(path: Path) -> bool:
-    """Whether a directory is one of Hugging Face's, or an adapter for one."""
-    return any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
 SAMPLES = 32

@@ -85,6 +85,7 @@ class Model:
         mesh: `jax.sharding.Mesh`.
         params: `Params`, or the `ScalarModel` of a reward model, fully sharded.
         stop_ids: tokens that end an answer unless `generate` is told others.
+        source: `Pretrained`, what its name stands for.
     """
 
     params: Params[jax.Array] | ScalarModel[jax.Array]
@@ -96,7 +97,7 @@ class Model:
         self.tokenizer = source.tokenizer
         self._encoder = Encoder(source.tokenizer)
         self.stop_ids = source.cfg.stop_ids
-        self._source = source
+        self.source = source
         self._dtype: LoadDtype = dtype
         store = store_layout(source.cfg, mesh)
         read = source.scalar_model if source.is_scalar else source.params
@@ -272,7 +273,7 @@ class Model:
     def save_hf(self, directory: str | Path, *, dtype: DtypeName | None = None) -> None:
         """A Hugging Face directory that `load` and transformers read; in the model's own dtype."""
         saved: DtypeName = dtype or self._dtype
-        target, config = Path(directory), self._source.source_config
+        target, config = Path(directory), self.source.source_config
         if isinstance(self.params, ScalarModel):
             save_reward_hf(target, self.params, self.config, saved, self.tokenizer, config)
         else:

@@ -1,7 +1,7 @@
 """A weight with a low-rank adapter beside it: W = base + scale * side @ core (Hu et al. 2021).
 
 Both kinds of weights, whichever way they multiply, have their tensor-parallel dimension in `side`:
-it is sharded as the base is, `core` is whole on every device.
+it is sharded as the base is. `core` is whole on every device that computes with it.
 """
 
 from dataclasses import replace
@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from meshes.layout import Layout
+from meshes.reshard import whole
 
 
 @flax.struct.dataclass
@@ -95,7 +96,7 @@ def drop(x: jax.Array, weight: Adapted[jax.Array]) -> jax.Array:
 
 def merged(weight: Adapted[jax.Array]) -> jax.Array:
     """The whole weight in float32."""
-    side, core = side_of(weight).astype(jnp.float32), weight.core_AD.astype(jnp.float32)
+    side, core = side_of(weight).astype(jnp.float32), whole(weight.core_AD).astype(jnp.float32)
     with jax.default_matmul_precision("highest"):
         change = jnp.einsum("FA,AD->FD", side, core)
     return weight.base_FD.astype(jnp.float32) + weight.scale * change

@@ -102,6 +102,7 @@ class ModelConfig:
             "mlp": self.padded_mlp,
             "qkv": self.num_kv_heads,
             "heads": self.num_kv_heads,
+            "width": self.width,
         }
 
     def store_units(self) -> dict[str, int]:
@@ -111,6 +112,7 @@ class ModelConfig:
             "mlp": self.padded_mlp,
             "qkv": self.qkv_rows,
             "heads": self.num_heads * self.head_size,
+            "width": self.width,
         }
 
     def num_params(self) -> int:

@@ -276,6 +276,9 @@ LLAMA_SIZES: dict[str, ModelConfig] = {
         rope_scaling=LLAMA3_ROPE | {"factor": 32.0},
     ),
     "HuggingFaceTB/SmolLM2-135M": smollm2(576, 30, 9, 3, 1536),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": smollm2(
+        576, 30, 9, 3, 1536, bos_token_id=1, eos_token_id=2
+    ),
     "HuggingFaceTB/SmolLM2-360M": smollm2(960, 32, 15, 5, 2560),
     "HuggingFaceTB/SmolLM2-1.7B": smollm2(2048, 24, 32, 32, 8192, rope_theta=130000.0),
 }

@@ -86,8 +86,8 @@ def select_modules(cfg: ModelConfig, patterns: tuple[str, ...]) -> set[str]:
     if unused:
         kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)
         raise ValueError(
-            f"LoRA: {', '.join(map(repr, unused))} is part of no linear layer's name: a "
-            f"{cfg.family} model of {cfg.num_layers} layers has {', '.join(kinds)}"
+            f"LoRA: {', '.join(map(repr, unused))} is part of no linear layer's name: "
+            f"{cfg.family} of {cfg.num_layers} layers has {', '.join(kinds)}"
         )
     return {name for name in names if not patterns or any(part in name for part in patterns)}
 
@@ -124,7 +124,7 @@ def adapter_specs(
     return Adapted(
         base_FD=spec,
         side_FA=ParamSpec((spec.shape[0], rank), (spec.axes[0], None), side, rows=spec.rows),
-        core_AD=ParamSpec((rank, spec.shape[1]), (None, None), core),
+        core_AD=ParamSpec((rank, spec.shape[1]), (None, "width"), core),
         scale=lora.scale,
         rate=lora.dropout,
         rows=(query, head, head) if fused else (),
@@ -141,7 +141,7 @@ def follow(specs: Any, params: Any) -> Any:
         if not is_adapted(leaf):
             return spec
         side = ParamSpec(leaf.side_FA.shape, (spec.axes[0], None), Constant(0.0), rows=spec.rows)
-        core = ParamSpec(leaf.core_AD.shape, (None, None), Constant(0.0))
+        core = ParamSpec(leaf.core_AD.shape, (None, "width"), Constant(0.0))
         raw = None if leaf.dropout is None else ParamSpec((2,), (None,), Constant(0.0))
         return replace(leaf, base_FD=spec, side_FA=side, core_AD=core, dropout=raw)
 

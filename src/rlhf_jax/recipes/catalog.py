@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from typing import get_args
 
 from rlhf_jax.models.families import SIZES
-from rlhf_jax.recipes import llama, opt
+from rlhf_jax.recipes import llama, opt, smollm2
 from rlhf_jax.recipes.deepspeed_chat import deepspeed_chat, with_deepspeed_rules
 from rlhf_jax.recipes.opt import Deployment
 from rlhf_jax.recipes.quickstart import quickstart
@@ -30,6 +30,8 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "opt-175b-multi-node": opt.opt_175b_multi_node,
     "llama-2-7b": llama.llama_2_7b,
     "llama-2-7b-lora": llama.llama_2_7b_lora,
+    "smollm2-hh": smollm2.smollm2_hh,
+    "smollm2-gsm8k": smollm2.smollm2_gsm8k,
 }
 
 DEPLOYMENTS: tuple[Deployment, ...] = get_args(Deployment)

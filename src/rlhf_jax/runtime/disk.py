@@ -9,10 +9,11 @@ from pathlib import Path
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 SAID = tuple(os.strerror(code) for code in FULL)
+RESUME = "Free some space, then go on with --resume"
 
 
 @contextmanager
-def writing(what: str, place: Path, kept: str = "") -> Iterator[None]:
+def writing(what: str, place: Path, kept: str = "", advice: str = RESUME) -> Iterator[None]:
     """OSError in a line where the disk of `place` is full: what was written, what is `kept`."""
     try:
         yield
@@ -21,7 +22,7 @@ def writing(what: str, place: Path, kept: str = "") -> Iterator[None]:
             raise
         raise OSError(
             f"the disk of {place} is full ({free_megabytes(place):.0f} MB free): {what} could not "
-            f"be written. {kept}{'. ' if kept else ''}Free some space, then go on with --resume"
+            f"be written. {kept}{'. ' if kept else ''}{advice}"
         ) from error
 
 
@@ -40,11 +41,11 @@ def free_megabytes(place: Path) -> float:
     return shutil.disk_usage(there).free / 1e6
 
 
-def replace_text(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str, advice: str = RESUME) -> None:
     """A file's new content, all of it or none: the old one stays until the new one is written."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        with writing(path.name, path.parent):
+        with writing(path.name, path.parent, advice=advice):
             partial.write_text(text, encoding="utf-8")
         os.replace(partial, path)
     finally:

@@ -16,6 +16,8 @@ from typing import Any, Literal, Protocol
 
 import jax
 
+from rlhf_jax.runtime.disk import replace_text
+
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 STATE_FILE = "trackers.json"
@@ -91,7 +93,8 @@ def open_trackers(
         identity = state.setdefault(name, secrets.token_hex(4))
         tracker = makers[name](info, identity, known)
         trackers.append(NewRows(tracker, sent) if known else tracker)
-    (info.directory / STATE_FILE).write_text(json.dumps(state) + "\n", encoding="utf-8")
+    if state:
+        replace_text(info.directory / STATE_FILE, json.dumps(state) + "\n")
     return trackers
 
 

@@ -146,6 +146,6 @@ def check_data(cfg: TrainConfig, actor: Pretrained) -> None:
         rows = read_rows(cfg, stage, model, TOKENIZE[stage])
         if stage == "ppo":
             both = [*rows.train, *rows.held_out]
-            check_prompt_rows(ppo_plan(cfg, actor), both, cfg.data.chat_format)
+            check_prompt_rows(ppo_plan(cfg, actor), actor, both, cfg.data.chat_format)
             if cfg.ppo.ptx_path is not None:
                 read_ptx(cfg, actor)

@@ -67,6 +67,7 @@ class TrainConfig:
         if self.resume and self.overwrite_output_dir:
             raise ValueError("--resume and --overwrite-output-dir contradict each other: use one")
         self._check_trackers()
+        self._check_reward_model()
         check_at_least(self, 1, "log_interval", "save_total_limit", "eval_batches")
         check_at_least(self, 0, "eval_interval", "save_interval")
 
@@ -77,6 +78,15 @@ class TrainConfig:
             raise ValueError("project and run_name are for --report-to wandb or trackio: add one")
         if self.tensorboard_path is not None and "tensorboard" not in self.report_to:
             raise ValueError("tensorboard_path needs --report-to tensorboard: add it")
+
+    def _check_reward_model(self) -> None:
+        """ValueError where step 2 trains what step 3 does not load."""
+        if {2, 3} <= set(self.step) and not self.ppo.reward_model_weight:
+            others = " ".join(str(step) for step in self.step if step != 2)
+            raise ValueError(
+                "ppo.reward_model_weight=0: step 2 would train a reward model that step 3 does not "
+                f"use: leave it out with --step {others}, or give a weight above 0"
+            )
 
     @property
     def stages(self) -> tuple[StageName, ...]:

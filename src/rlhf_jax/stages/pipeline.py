@@ -18,6 +18,7 @@ from rlhf_jax.runtime.trackers import check_installed
 from rlhf_jax.stages.checks import check_batches, check_data, check_models
 from rlhf_jax.stages.config import StageName, TrainConfig
 from rlhf_jax.stages.dpo import run_dpo
+from rlhf_jax.stages.memory_plan import Place, Plan, check_memory, device_limit, models_of
 from rlhf_jax.stages.ppo import run_ppo
 from rlhf_jax.stages.reward import run_reward
 from rlhf_jax.stages.run import Run, prepare_directory
@@ -47,21 +48,32 @@ def run_pipeline(cfg: TrainConfig, config_yaml: str, baseline: Baseline | None =
         check_batches(cfg, shape)
         check_models(cfg, actor)
         check_data(cfg, actor)
+        plans = memory_plans(cfg, Place(shape, inference_tp, jax.default_backend()), actor)
         on_first_process(lambda: prepare_directory(cfg, config_yaml))
         describe(shape, inference_tp, actor)
         run = Run(cfg, shape, inference_tp, baseline)
         with run.metrics, run.report, run.watch_interrupts():
             for stage in cfg.stages:
-                run_stage(run, stage, actor)
+                run_stage(run, stage, actor, plans[stage])
         print_summary(run.directory, time.perf_counter() - started)
 
 
-def run_stage(run: Run, stage: StageName, actor: Pretrained) -> None:
+def memory_plans(cfg: TrainConfig, place: Place, actor: Pretrained) -> dict[StageName, Plan]:
+    """What each stage needs on a device; ValueError where one cannot fit."""
+    limit = device_limit()
+    return {
+        stage: check_memory(cfg, stage, models_of(cfg, stage, actor), place, limit)
+        for stage in cfg.stages
+    }
+
+
+def run_stage(run: Run, stage: StageName, actor: Pretrained, plan: Plan) -> None:
     """Runs one stage, unless a resumed run has done it."""
     cfg = run.cfg
     if cfg.resume and run.is_done(stage):
         say(f"{stage}: done already")
         return
+    say(plan.table(device_limit()))
     began = time.perf_counter()
     run.timer.take()
     if stage == "sft":
@@ -96,17 +108,19 @@ class _Say(logging.Handler):
 def spoken_logs() -> Iterator[None]:
     """Prints what the layers below log, such as what had to be replicated."""
     loggers = [logging.getLogger(name) for name in ("meshes", "kernels_pallas", "rlhf_jax")]
-    before = [(logger, logger.level) for logger in loggers]
+    before = [(logger, logger.level, logger.propagate) for logger in loggers]
     handler = _Say()
     for logger in loggers:
         logger.setLevel(logging.INFO)
         logger.addHandler(handler)
+        logger.propagate = False  # a handler at the root, as absl installs one, would repeat them
     try:
         yield
     finally:
-        for logger, level in before:
+        for logger, level, propagate in before:
             logger.setLevel(level)
             logger.removeHandler(handler)
+            logger.propagate = propagate
 
 
 def choose_inference_tp(cfg: TrainConfig, shape: MeshShape, actor: Pretrained) -> int:

@@ -23,6 +23,7 @@ from rlhf_jax.models.params import (
 )
 from rlhf_jax.models.scoring import scalar_scores
 from rlhf_jax.objectives.losses import Metrics, PairwiseLoss, pairwise_loss
+from rlhf_jax.runtime.disk import replace_text
 from rlhf_jax.runtime.log import say
 from rlhf_jax.stages.rows import batches_of_one_length, stage_rows
 from rlhf_jax.stages.run import Run
@@ -140,7 +141,7 @@ def write_statistics(directory: Path, means: Metrics) -> None:
     deviation = max(values["score_square"] - mean**2, 1e-12) ** 0.5
     if jax.process_index() == 0:
         text = json.dumps({"mean": mean, "std": deviation})
-        (directory / STATISTICS_FILE).write_text(text + "\n", encoding="utf-8")
+        replace_text(directory / STATISTICS_FILE, text + "\n")
 
 
 def read_statistics(model: Pretrained) -> tuple[float, float]:

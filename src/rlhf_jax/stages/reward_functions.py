@@ -63,7 +63,7 @@ def load_function(source: str) -> Callable[..., Any]:
     Modules are found as `python -m` finds them: in the working directory too.
 
     Raises:
-        ValueError: no such module or function, it cannot be imported, or cannot be called with
+        ValueError: no such file, module or function; it cannot be imported, or be called with
             the keywords that it will be called with.
     """
     module_name, colon, name = source.rpartition(":")
@@ -100,6 +100,8 @@ def is_own(module: ModuleType, key: str, value: object) -> bool:
 def import_module(source: str, name: str) -> ModuleType:
     """A module by name or by its file."""
     file = Path(name).expanduser()
+    if name.endswith(".py") and not file.is_file():
+        raise ValueError(f"--ppo.reward-fn={source}: no such file: {file.absolute()}")
     try:
         if name.endswith(".py"):
             return import_file(file)
@@ -120,8 +122,6 @@ def import_module(source: str, name: str) -> ModuleType:
 
 def import_file(file: Path) -> ModuleType:
     """A file as a module; its folder's other modules can be imported by it."""
-    if not file.is_file():
-        raise FileNotFoundError(f"no such file: {file.absolute()}")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None

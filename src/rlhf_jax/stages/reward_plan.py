@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhf_jax.data.render import ChatFormat
+from rlhf_jax.data.fields import UnusableRowError
+from rlhf_jax.data.render import ChatFormat, Renderer
 from rlhf_jax.data.tokenize import PromptRow
 from rlhf_jax.hf.pretrained import Pretrained, find_pretrained
 from rlhf_jax.stages.ppo_config import PPOConfig
-from rlhf_jax.stages.retokenized import TextWriter
+from rlhf_jax.stages.retokenized import TextWriter, example
 from rlhf_jax.stages.reward import read_statistics
 from rlhf_jax.stages.reward_functions import (
     RewardFunction,
@@ -23,7 +24,8 @@ class RewardPlan:
     Attributes:
         functions: reward functions, in the order of --ppo.reward-fn.
         reward: the reward model, None where functions score alone.
-        by_text: the reward model has other tokens than the actor and reads answers as text.
+        by_text: the reward model has other tokens than the actor, or where the critic does not
+            start from it another chat template, and reads answers as text.
         critic: what the critic starts from.
     """
 
@@ -57,7 +59,14 @@ def plan_rewards(cfg: PPOConfig, actor: Pretrained, reward: Pretrained | None) -
             f"{difference}: use models of one family, or --ppo.critic-from=actor: the reward "
             "model then reads the answers as text, tokenised anew"
         )
-    return RewardPlan(functions, reward, difference is not None, critic)
+    by_text = difference is not None or (from_actor and has_other_template(reward, actor))
+    return RewardPlan(functions, reward, by_text, critic)
+
+
+def has_other_template(reward: Pretrained | None, actor: Pretrained) -> bool:
+    """Whether a reward model has a chat template of its own."""
+    template = None if reward is None else reward.tokenizer.chat_template
+    return bool(template) and template != actor.tokenizer.chat_template
 
 
 def score_statistics(cfg: PPOConfig, reward: Pretrained | None) -> tuple[float, float]:
@@ -73,16 +82,50 @@ def score_statistics(cfg: PPOConfig, reward: Pretrained | None) -> tuple[float, 
         raise ValueError(f"{error}, {alone}") from error
 
 
-def check_prompt_rows(plan: RewardPlan, rows: Sequence[PromptRow], chat_format: ChatFormat) -> None:
-    """ValueError where functions do not take the data's columns, or a reward model of text cannot
-    read its conversations.
+def check_prompt_rows(
+    plan: RewardPlan, actor: Pretrained, rows: Sequence[PromptRow], chat_format: ChatFormat
+) -> None:
+    """ValueError where functions do not take the data's columns, or the reward model cannot read
+    its conversations.
     """
     names = dict.fromkeys(name for row in rows for name in row.columns)
     check_columns(plan.functions, list(names))
+    if plan.reward is None:
+        return
     if plan.by_text:
-        assert plan.reward is not None
-        writer = TextWriter.of(plan.reward, chat_format, score_eos=True)
-        writer.write(rows[:1], ["yes"], [True])
+        TextWriter.of(plan.reward, chat_format, score_eos=True)
+    conversations = [row for row in rows if row.messages is not None]
+    if plan.by_text or has_other_template(plan.reward, actor):
+        check_conversations(plan, plan.reward, actor, conversations, chat_format)
+
+
+def check_conversations(
+    plan: RewardPlan,
+    reward: Pretrained,
+    actor: Pretrained,
+    rows: Sequence[PromptRow],
+    chat_format: ChatFormat,
+) -> None:
+    """ValueError where the reward model's chat template refuses a conversation, or writes it in
+    another way than the actor's, while the model reads the actor's token ids.
+    """
+    renderer, actors = (Renderer(model.tokenizer, chat_format) for model in (reward, actor))
+    for row in rows:
+        answered = example(row, "yes")
+        try:
+            written = renderer.record(answered, ("chosen",))
+        except UnusableRowError as reason:
+            raise ValueError(
+                f"the reward model {reward.name} cannot read the prompt {row.prompt[:60]!r} "
+                f"({reason}): use data without such turns, or --data.chat-format=human_assistant"
+            ) from reason
+        if not plan.by_text and written != actors.record(answered, ("chosen",)):
+            raise ValueError(
+                f"the actor ({actor.name}) and the reward model ({reward.name}) have the same "
+                f"tokens and chat templates that write {row.prompt[:60]!r} in different ways: give "
+                "both the same chat_template, use --data.chat-format=human_assistant, or "
+                "--ppo.critic-from=actor: the reward model then reads text in its own template"
+            )
 
 
 def token_difference(actor: Pretrained, reward: Pretrained) -> str | None:

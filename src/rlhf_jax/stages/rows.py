@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_jax.data.batches import common_length
-from rlhf_jax.data.blend import load_stage_records
+from rlhf_jax.data.blend import StageRecords, load_stage_records
 from rlhf_jax.data.loader import Loader
 from rlhf_jax.data.mixture import Mixture
 from rlhf_jax.data.records import Example
@@ -59,9 +59,7 @@ def read_rows[Row](
         FileNotFoundError: as `load_stage_records`.
     """
     flag, max_length = length_limit(cfg, stage)
-    # The pairs that step 2 would train on are those that step dpo trains on.
-    part = "reward" if stage == "dpo" else stage
-    records = load_stage_records(cfg.data, part, seed=cfg.seed)
+    records = read_records(cfg, stage)
     settings: dict[str, Any] = {
         "max_length": max_length,
         "overlong": cfg.data.overlong,
@@ -88,6 +86,16 @@ def read_rows[Row](
         nothing = "" if held_out else "; nothing is evaluated"
         notes.append(f"{stage} held out: {report}{nothing}")
     return StageRows(train, held_out, tuple(notes), mixture)
+
+
+def read_records(cfg: TrainConfig, stage: StageName) -> StageRecords:
+    """The text of a stage. Step dpo trains on the pairs that step 2 would train on."""
+    if stage != "dpo":
+        return load_stage_records(cfg.data, stage, seed=cfg.seed)
+    try:
+        return load_stage_records(cfg.data, "reward", seed=cfg.seed)
+    except ValueError as error:
+        raise ValueError(f"step dpo trains on the pairs of stage reward: {error}") from error
 
 
 def mixture_of(

@@ -180,7 +180,8 @@ def prepare_directory(cfg: TrainConfig, config_yaml: str) -> None:
         check_keeps_inputs(cfg, directory)
         shutil.rmtree(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    replace_text(config_file, startable(config_yaml))
+    advice = "Free some space, or use another --output-dir"
+    replace_text(config_file, startable(config_yaml), advice)
 
 
 def check_keeps_inputs(cfg: TrainConfig, directory: Path) -> None:

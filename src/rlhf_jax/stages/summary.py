@@ -40,6 +40,8 @@ def print_summary(directory: Path, seconds: float) -> None:
     for name, what in EXPORTS.items():
         if (directory / name).exists():
             say(f"  {directory / name}/  {what}, a Hugging Face directory")
+    for adapter in sorted(directory.glob("*_adapter")):
+        say(f"  {adapter}/  adapters alone, a PEFT directory")
     say(f"  {directory / 'report.html'}  open it in a browser")
     say(f"  {directory / 'metrics.jsonl'}, {directory / 'samples'}/, {directory / 'config.yaml'}")
     if any((directory / name).exists() for name in ("actor", "dpo", "sft")):

@@ -64,7 +64,10 @@ class LiveReport:
         except Exception as error:
             # It reads what has been written and changes nothing: hours of training must not end
             # with a disk that is full or a mistake in the report.
-            message = f"report.html could not be written: {type(error).__name__}: {error}"
+            message = (
+                f"report.html could not be written, the run goes on: {type(error).__name__}: "
+                f"{error}"
+            )
             if message != self._said:
                 say(message)
             self._said = message

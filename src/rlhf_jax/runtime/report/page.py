@@ -57,7 +57,8 @@ def build_report(
     run = read_run(directory)
     text = render(run, state or known_state(run), baseline)
     path = Path(directory) / REPORT_FILE
-    replace_text(path, text.encode("utf-8", "backslashreplace").decode())
+    text = text.encode("utf-8", "backslashreplace").decode()
+    replace_text(path, text, advice="Free some space")
     return path
 
 

@@ -1,0 +1,159 @@
+"""PPO from Python: what a step scores, what it moves, and that it learns; on golden models."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import rlhf_jax
+from rlhf_jax.models.lora import LoRAConfig
+
+CONFIG = rlhf_jax.PPOConfig(
+    batch_size=8,
+    max_prompt_seq_len=8,
+    max_answer_seq_len=6,
+    actor_learning_rate=1e-2,
+    critic_learning_rate=1e-2,
+    lr_scheduler_type="constant",
+    num_warmup_steps=0,
+    standardize_score=False,
+    kl_coef=0.02,
+    remat="none",
+)
+PROMPTS = [f"w{n} w{n + 1}" for n in range(10, 17)]
+STEPS = 12
+MEAN, STD = 0.25, 2.0
+
+
+def on_host(tree: Any) -> list[np.ndarray]:
+    return [np.array(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def same(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+class Judge:
+    """Scores an answer by the share of its tokens below 45; keeps what it was shown."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def __call__(self, completion_ids: Any, **rest: Any) -> list[float]:
+        self.seen.append({"completion_ids": completion_ids, **rest})
+        return [float(np.mean(np.array(ids) < 45)) for ids in completion_ids]
+
+
+@pytest.fixture(scope="module", params=["1x1", "4x2"])
+def learned(request, directory_of) -> dict[str, Any]:
+    """Some steps against `Judge`."""
+    policy = rlhf_jax.load(directory_of("llama"), mesh=request.param)
+    before, judge = on_host(policy.params), Judge()
+    ppo = rlhf_jax.PPO(policy, judge, CONFIG)
+    metrics = [ppo.step(PROMPTS, level=list(range(7))) for _ in range(STEPS)]
+    return {"ppo": ppo, "policy": policy, "before": before, "judge": judge, "metrics": metrics}
+
+
+def test_the_function_is_shown_real_rows_and_its_mean_is_the_score(learned) -> None:
+    """Seven prompts in a batch of eight: the filler row is neither shown nor counted."""
+    (first, *_), scored = learned["judge"].seen, learned["metrics"][0]
+    assert first["prompts"] == PROMPTS
+    assert first["level"] == list(range(7))
+    mean = np.mean([np.mean(np.array(ids) < 45) for ids in first["completion_ids"]])
+    assert scored["objective/scores"] == pytest.approx(mean, rel=1e-6)
+    assert scored["rewards/Judge/mean"] == pytest.approx(mean, rel=1e-6)
+    lengths = [len(ids) for ids in first["completion_ids"]]
+    assert scored["response_length/mean"] == pytest.approx(np.mean(lengths), rel=1e-6)
+
+
+def test_the_policy_learns_what_the_function_rewards(learned) -> None:
+    """By its own samples afterwards, not only by the metrics of training."""
+    scores = [row["objective/scores"] for row in learned["metrics"]]
+    assert np.mean(scores[:2]) < 0.65
+    assert np.mean(scores[-3:]) > 0.9
+    answers = learned["policy"].generate(PROMPTS, max_new_tokens=6, num_samples=4, seed=9)
+    share = np.mean([np.mean(np.array(answer.tokens) < 45) for answer in answers])
+    assert share > 0.85
+
+
+def test_the_model_generates_from_the_buffers_that_the_update_wrote(learned) -> None:
+    ppo, policy = learned["ppo"], learned["policy"]
+    for mine, its in zip(
+        jax.tree.leaves(policy.params), jax.tree.leaves(ppo.roles.actor.params), strict=True
+    ):
+        assert mine is its
+    assert not same(on_host(policy.params), learned["before"])
+    assert same(on_host(ppo.roles.reference), learned["before"])
+    assert ppo.num_steps == int(ppo.roles.actor.step) == STEPS
+
+
+def test_kl_starts_at_zero_and_the_sampler_agrees_with_the_training_graph(learned) -> None:
+    metrics = learned["metrics"]
+    assert abs(metrics[0]["objective/kl"]) < 1e-4
+    assert metrics[-1]["objective/kl"] > 0.5
+    assert max(row["rollout/logprob_diff_mean"] for row in metrics) < 1e-4
+
+
+def test_a_reward_models_scores_are_its_own_in_units_of_its_training_answers(
+    directory_of, tolerance
+) -> None:
+    """Greedy answers, so `generate` and `score` give them too; a rate of 0 moves the critic only,
+    which is a copy of the reward model.
+    """
+    policy = rlhf_jax.load(directory_of("llama"), mesh="1x1")
+    directory = directory_of("llama_scorer")
+    (directory / "score_statistics.json").write_text(json.dumps({"mean": MEAN, "std": STD}))
+    scorer = rlhf_jax.load(directory, mesh="1x1")
+    config = replace(
+        CONFIG, temperature=0.0, standardize_score=True, actor_learning_rate=0.0, score_clip=None
+    )
+    ppo = rlhf_jax.PPO(policy, scorer, config)
+    before, judge = on_host(policy.params), on_host(scorer.params)
+    assert same(on_host(ppo.roles.critic.params), judge)
+    metrics = ppo.step(PROMPTS)
+    assert same(on_host(policy.params), before)
+    assert same(on_host(scorer.params), judge)
+    assert not same(on_host(ppo.roles.critic.params), judge)
+    answers = policy.generate(PROMPTS, temperature=0.0, max_new_tokens=6)
+    prompts = [policy.tokenizer.encode(prompt) for prompt in PROMPTS]
+    raw = scorer.score([p + a.tokens for p, a in zip(prompts, answers, strict=True)])
+    expected = (np.mean(raw) - MEAN) / STD
+    np.testing.assert_allclose(metrics["objective/scores"], expected, **tolerance(np.float32))
+
+
+def test_what_cannot_train_is_said_before_anything_compiles(directory_of, llama, scorer) -> None:
+    adapters = replace(CONFIG, actor_lora=LoRAConfig(dim=4))
+    elsewhere = rlhf_jax.load(directory_of("llama_scorer"), mesh="2x1")
+    other_words = rlhf_jax.load("quickstart", mesh="1x1")
+    cases = [
+        (llama, scorer, adapters, "PPO has no actor_lora"),
+        (llama, scorer, replace(CONFIG, lr_scheduler_type="cosine"), "falls until max_steps"),
+        (llama, scorer, replace(CONFIG, max_prompt_seq_len=60), "make 66 tokens, .* 64 positions"),
+        (llama, scorer, replace(CONFIG, standardize_score=True), "score_statistics"),
+        (llama, llama, CONFIG, "is a language model, it gives no scores"),
+        (llama, elsewhere, CONFIG, "on two meshes"),
+        (scorer, scorer, CONFIG, "is a reward model: PPO trains a language model"),
+        (other_words, scorer, CONFIG, "different tokenizers"),
+    ]
+    for policy, reward, config, message in cases:
+        with pytest.raises(ValueError, match=message):
+            rlhf_jax.PPO(policy, reward, config)
+    wide = rlhf_jax.load(directory_of("llama"), mesh="4x1")
+    with pytest.raises(ValueError, match="over 4 devices, the config gives parts of 2 rows"):
+        rlhf_jax.PPO(wide, Judge(), replace(CONFIG, minibatch_size=2))
+
+
+def test_prompts_that_do_not_fit_a_step_are_refused(learned) -> None:
+    step = learned["ppo"].step
+    with pytest.raises(ValueError, match="got 9 prompts, batch_size=8"):
+        step(["w5"] * 9)
+    with pytest.raises(ValueError, match="got 0 prompts"):
+        step([])
+    with pytest.raises(ValueError, match="prompt 1 has 10 tokens, max_prompt_seq_len=8"):
+        step(["w5", "w5 " * 9])
+    with pytest.raises(ValueError, match="column level has 1 values for 2 prompts"):
+        step(["w5", "w6"], level=[1])
+    assert learned["ppo"].num_steps == STEPS

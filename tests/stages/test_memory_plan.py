@@ -1,0 +1,117 @@
+"""The plan of a stage: what it counts, by hand, and what it offers where a stage does not fit."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from meshes.layout import parse_mesh
+from rlhf_jax.cli.parse import parse
+from rlhf_jax.engine.ema import EMAConfig
+from rlhf_jax.models.lora import LoRAConfig
+from rlhf_jax.models.opt import SIZES
+from rlhf_jax.stages.config import TrainConfig
+from rlhf_jax.stages.memory_plan import (
+    GIB,
+    Models,
+    Place,
+    check_memory,
+    plan_stage,
+)
+from rlhf_jax.stages.ppo_config import PPOConfig
+from rlhf_jax.stages.supervised_config import SFTConfig
+
+ACTOR, CRITIC = SIZES["facebook/opt-1.3b"], SIZES["facebook/opt-350m"]
+MODELS = Models(ACTOR, CRITIC, CRITIC)
+ONE = Place(parse_mesh("1x1"))
+
+
+def config(**changes) -> TrainConfig:
+    return TrainConfig(ppo=PPOConfig(**changes))
+
+
+def test_the_state_of_ppo_is_sixteen_bytes_a_parameter_and_two_a_frozen_one() -> None:
+    """Weights 2, master 4, moments 8; gradients are part of the update. Padding is below 1 %."""
+    plan = plan_stage(config(), "ppo", MODELS, ONE)
+    trained, frozen = 14, 2
+    expected = (trained + frozen) * (ACTOR.num_params() + CRITIC.num_params())
+    assert plan.resident == pytest.approx(expected, rel=0.01)
+
+
+def test_more_devices_hold_a_share_each() -> None:
+    one = plan_stage(config(), "ppo", MODELS, ONE)
+    eight = plan_stage(config(), "ppo", MODELS, Place(parse_mesh("8x1")))
+    # Position tables and norms are whole on every device.
+    assert eight.resident == pytest.approx(one.resident / 8, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("changes", "bytes_a_parameter"),
+    [
+        ({"offload_reference_model": True}, -2),
+        ({"frozen_dtype": "float32"}, 2),
+        ({"ema": EMAConfig(enable=True)}, 4),
+        ({"ema": EMAConfig(enable=True, offload=True)}, 0),
+    ],
+    ids=["offload", "float32", "average", "average on the host"],
+)
+def test_what_settings_add_to_the_actors_share(changes, bytes_a_parameter: int) -> None:
+    models = replace(MODELS, reward=None)
+    plain = plan_stage(config(), "ppo", models, ONE)
+    changed = plan_stage(config(**changes), "ppo", models, ONE)
+    expected = bytes_a_parameter * ACTOR.num_params()
+    assert changed.resident - plain.resident == pytest.approx(expected, rel=0.01, abs=1)
+
+
+def test_adapters_alone_leave_one_copy_of_the_actor() -> None:
+    lora = LoRAConfig(dim=8, only=True)
+    plan = plan_stage(config(actor_lora=lora), "ppo", MODELS, ONE)
+    assert plan.held["reference"] == {"weights": 0}
+    assert sum(plan.held["actor"].values()) < 2.2 * ACTOR.num_params()
+
+
+def test_settings_that_are_offered_are_flags_and_fit() -> None:
+    """They are parsed as a command line would be, and planned again."""
+    cfg, limit = config(batch_size=256), 34 * GIB
+    said = r"^ppo needs about .* and 34\.0 are there: use --ppo"
+    with pytest.raises(ValueError, match=said) as error:
+        check_memory(cfg, "ppo", MODELS, ONE, limit)
+    flags = str(error.value).split("use ")[1].split(" or ")[0].split()
+    changed = parse(["--ppo.batch-size=256", "--dtype=bfloat16", *flags])
+    assert plan_stage(changed, "ppo", MODELS, ONE).peak <= limit
+
+
+def test_a_mesh_that_is_offered_fits() -> None:
+    cfg, limit = TrainConfig(sft=SFTConfig(batch_size=64)), 12 * GIB
+    with pytest.raises(ValueError, match="--mesh=") as error:
+        check_memory(cfg, "sft", MODELS, ONE, limit)
+    (mesh,) = re.findall(r"--mesh=(\S+)", str(error.value))
+    assert plan_stage(cfg, "sft", MODELS, Place(parse_mesh(mesh))).peak <= limit
+
+
+def test_the_mildest_change_is_offered_first() -> None:
+    """A batch that only has to be cut up: nothing else is given up."""
+    cfg = TrainConfig(sft=SFTConfig(batch_size=512, remat="dots"))
+    limit = 40 * GIB
+    with pytest.raises(ValueError, match=r"use --sft\.gradient-accumulation-steps=\d+ or --mesh"):
+        check_memory(cfg, "sft", MODELS, ONE, limit)
+
+
+def test_what_fits_is_not_refused_and_a_cpu_refuses_nothing() -> None:
+    assert check_memory(config(), "ppo", MODELS, ONE, 100 * GIB).peak < 100 * GIB
+    assert check_memory(config(), "ppo", MODELS, ONE, None).table(None)
+
+
+def test_what_nothing_makes_fit_is_said() -> None:
+    models = Models(SIZES["facebook/opt-175b"])
+    cfg = TrainConfig(sft=SFTConfig(batch_size=1))
+    with pytest.raises(ValueError, match="no setting or mesh makes it fit"):
+        check_memory(cfg, "sft", models, ONE, 20 * GIB)
+
+
+def test_the_table_names_owners_and_programs() -> None:
+    text = plan_stage(config(), "ppo", MODELS, ONE).table(100 * GIB)
+    assert text.startswith("ppo: memory about ")
+    assert "GiB of 100.0 a device, most in generate" in text
+    for word in ("actor", "critic", "reference", "reward", "masters", "moments", "generate"):
+        assert word in text

@@ -1,0 +1,108 @@
+"""What the loop of step 3 hands from one program to the next, with programs that only count."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlhf_jax.engine.ema import EMAConfig
+from rlhf_jax.stages.ppo import Programs, collect, update
+from rlhf_jax.stages.ppo_config import PPOConfig
+from rlhf_jax.stages.roles import Roles
+from tests.engine.drive import Driver, prompts
+from tests.models.cases import OPT
+
+ENGINE = Driver(OPT).engine
+
+
+@contextmanager
+def phase(name: str):
+    del name
+    yield []
+
+
+def run_of(cfg: PPOConfig) -> Any:
+    return SimpleNamespace(
+        cfg=SimpleNamespace(ppo=cfg, seed=0),
+        timer=SimpleNamespace(phase=phase),
+        key=lambda step, purpose: (step, purpose),
+    )
+
+
+def roles(actor: Any) -> Roles:
+    """The actor is whatever the programs make of it."""
+    critic: Any = SimpleNamespace(params=None)
+    reference: Any = None
+    return Roles(actor=actor, critic=critic, reference=reference, reward=None)
+
+
+@pytest.mark.parametrize(
+    ("per", "seen"), [("minibatch", [1, 2, 3, 4, 5, 6, 7, 8]), ("iteration", [4, 8])]
+)
+def test_every_update_reads_text_of_its_own_and_the_average_follows_as_often_as_told(per, seen):
+    """Two iterations of two epochs of two minibatches; the average reads the updated actor."""
+    cfg = PPOConfig(
+        batch_size=8, minibatch_size=4, ppo_epochs=2, ptx_coef=1.0, ptx_path="text",
+        ema=EMAConfig(enable=True, per=per),
+    )  # fmt: skip
+    texts, averaged = [], []
+
+    def step(actor, critic, experience, rows, stopped, text, **kept):
+        del experience, rows, kept
+        texts.append(int(text))
+        return actor + 1, critic, stopped, {}
+
+    def average(ema, actor):
+        averaged.append(actor)
+        return [*ema, actor]
+
+    programs = Programs(score=None, score_evaluation=None, update=step, average=average)
+    data: Any = SimpleNamespace(ptx=SimpleNamespace(batch=np.int32))
+    experiences: Any = [("experience", np.ones(8, np.float32))]
+    now, ema = roles(0), cast(Any, [])
+    for iteration in range(2):
+        now, ema, losses = update(
+            run_of(cfg), now, ema, ENGINE, programs, data, experiences, iteration
+        )  # fmt: skip
+        assert len(losses) == cfg.updates_per_iteration
+    assert texts == list(range(8))
+    assert averaged == ema == seen
+
+
+def test_batches_of_an_iteration_are_new_and_each_hands_its_control_to_the_next():
+    cfg = PPOConfig(batch_size=8, generation_batches=3)
+    asked, keys = [], []
+
+    def batch(number: int) -> Any:
+        asked.append(number)
+        return replace(prompts(), sample_ids_B=np.full(8, number, np.int32))
+
+    def generate(policy, rows, sampling, *, key):
+        del policy, sampling
+        keys.append(key)
+        return rows.sample_ids_B
+
+    def score(scorers, rows, rollout, extra, control):
+        del scorers, extra
+        np.testing.assert_array_equal(rows.sample_ids_B, rollout)
+        return int(rollout[0]), control + 1, {"control": jnp.float32(control)}
+
+    programs = Programs(score=score, score_evaluation=None, update=None, average=None)
+    engine: Any = SimpleNamespace(compute=ENGINE.compute, generate=generate)
+    host: Any = SimpleNamespace(score=lambda *args: None, metrics=lambda scored: {})
+    data: Any = SimpleNamespace(train=SimpleNamespace(batch=batch), rows={})
+    control: Any = 10
+    actor = roles(SimpleNamespace(params=None))
+    with jax.set_mesh(ENGINE.mesh):
+        experiences, control, metrics = collect(
+            run_of(cfg), actor, control, engine, programs, host, data, 2
+        )
+    assert asked == [number for number, _ in experiences] == [6, 7, 8]
+    assert len(set(keys)) == 3
+    assert control == 13
+    assert metrics["control"] == 11
