@@ -294,6 +294,7 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.tiny:
         args.prompt, args.answer, args.batch = 16, 16, [8, 16]
+        args.actor = args.critic = "the built-in model"
     return args
 
 

@@ -156,8 +156,8 @@ def extras(
     """One run with all extras, without interruption."""
     log, names = Run.log, list[str]()
 
-    def note(event: str, seconds: float, **about: Any) -> None:
-        del seconds
+    def note(event: str, duration_secs: float, **about: Any) -> None:
+        del duration_secs
         if event == "/jax/core/compile/backend_compile_duration":
             names.append(about["fun_name"])
 

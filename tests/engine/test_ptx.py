@@ -21,7 +21,8 @@ from tests.models.cases import OPT
 
 R, COEF = 4, 3.0
 TEXT = np.random.default_rng(11).integers(3, 99, (8, P + R)).astype(np.int32)
-VALID = np.array([1, 1, 1, 1, 1, 1, 0, 0], np.float32)
+VALID = np.array([1, 1, 1, 1, 1, 0, 1, 0], np.float32)
+REAL = TEXT[VALID > 0]
 
 
 def text() -> TextBatch:
@@ -77,10 +78,10 @@ def cross_entropy_and_gradient() -> tuple[np.ndarray, Any]:
     driver = Driver(OPT)
 
     def loss(params: Any) -> jax.Array:
-        hidden = forward(params, jnp.asarray(TEXT[:6]), OPT, driver.engine.compute)
+        hidden = forward(params, jnp.asarray(REAL), OPT, driver.engine.compute)
         logits = logits_from_hidden(params, hidden, OPT)[:, :-1, : OPT.vocab_size]
-        chosen = jax.nn.one_hot(TEXT[:6, 1:], OPT.vocab_size) * jax.nn.log_softmax(logits)
-        return -chosen.sum() / TEXT[:6, 1:].size
+        chosen = jax.nn.one_hot(REAL[:, 1:], OPT.vocab_size) * jax.nn.log_softmax(logits)
+        return -chosen.sum() / REAL[:, 1:].size
 
     return to_numpy(driver.jit(jax.value_and_grad(loss))(driver.actor(1)))
 
@@ -106,6 +107,7 @@ def test_the_step_is_that_of_ppo_and_of_the_weighted_cross_entropy_together():
 @pytest.mark.parametrize(("mesh", "inference_tp", "parts"), [("1x1", 1, 2), ("4x2", 2, 2)])
 def test_neither_accumulation_nor_the_mesh_changes_it(mesh, inference_tp, parts):
     """Parts have different numbers of valid rows: they count by their tokens."""
+    assert VALID[::2].sum() != VALID[1::2].sum()
     one, other = step_of("1x1", 1, 1, mixed=True), step_of(mesh, inference_tp, parts, mixed=True)
     assert_close(other[0], one[0])
     np.testing.assert_allclose(other[2]["loss/ptx_avg"], one[2]["loss/ptx_avg"], rtol=1e-5)

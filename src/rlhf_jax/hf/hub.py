@@ -38,7 +38,7 @@ def resolve(name: str) -> Path:
         if not is_model(path):
             if gguf := find_gguf(path):
                 return gguf
-            raise FileNotFoundError(f"{path} has no config.json and no GGUF file: it is not a model")
+            raise FileNotFoundError(f"{path} has no config.json and no GGUF file: it is no model")
         return path
     try:
         directory = Path(snapshot_download(name, allow_patterns=CONFIG_FILES + SAFETENSORS))
