@@ -207,7 +207,10 @@ def test_a_chart_becomes_a_png(opened: Page) -> None:
     opened.click("#tab-ppo")
     # In one go: a scroll bar that comes between two calls changes the width.
     chart = "views.get('ppo')[0]"
-    both = opened.evaluate(f"JSON.stringify([{chart}.png(), {chart}.width])")
+    both = opened.evaluate(
+        f"(async () => {{ const w = {chart}.width;"
+        f" return JSON.stringify([await {chart}.png(), w]) }})()"
+    )
     url, drawn = json.loads(both)
     raw = base64.b64decode(url.removeprefix("data:image/png;base64,"))
     assert raw.startswith(b"\x89PNG")
