@@ -86,6 +86,7 @@ def test_two_processes_make_the_run_of_one(
     outputs = [process.communicate(timeout=LIMIT) for process in resumed]
     assert [process.returncode for process in resumed] == [0, 0], outputs
     assert "finished in" in outputs[0][0]
+    assert "process 1 of 2 (counted from 0) waits for the others at 127.0.0.1" in outputs[1][0]
     assert is_silent(outputs[1][0]), outputs[1][0]
     made = outcome(tmp_path / "run")
     same_metrics(unbroken.metrics(), made.metrics(), rtol=1e-3, atol=1e-4)

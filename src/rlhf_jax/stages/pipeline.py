@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import jax
 
 from meshes.layout import MeshShape, check_inference_tp, default_inference_tp
-from meshes.multihost import on_first_process, start_devices
+from meshes.multihost import COORDINATOR, num_processes, on_first_process, start_devices
 from rlhf_jax.hf.pretrained import Pretrained, find_pretrained
 from rlhf_jax.runtime.compilation import keep_compiled_programs
 from rlhf_jax.runtime.log import say, silence
@@ -37,6 +37,7 @@ def run_pipeline(cfg: TrainConfig, config_yaml: str, baseline: Baseline | None =
     """
     started = time.perf_counter()
     keep_compiled_programs()
+    say_who_waits()
     shape = start_devices(cfg.mesh, cpu_devices=min(os.cpu_count() or 1, 2))
     if jax.process_index() != 0:
         silence()
@@ -56,6 +57,14 @@ def run_pipeline(cfg: TrainConfig, config_yaml: str, baseline: Baseline | None =
             for stage in cfg.stages:
                 run_stage(run, stage, actor, plans[stage])
         print_summary(run.directory, time.perf_counter() - started)
+
+
+def say_who_waits() -> None:
+    """Several processes wait for each other before anything else, minutes where one is missing."""
+    count = num_processes()
+    if count > 1:
+        number, place = os.environ["JAX_PROCESS_ID"], os.environ[COORDINATOR]
+        say(f"process {number} of {count} (counted from 0) waits for the others at {place}")
 
 
 def memory_plans(cfg: TrainConfig, place: Place, actor: Pretrained) -> dict[StageName, Plan]:
