@@ -1,15 +1,18 @@
 """Named shapes shared by the tests (small) and the benchmark (real models).
 
 Dims: B batch, T tokens, S cached positions, H query heads, G key/value heads, K head size,
-N tokens in a flat list, D width, V vocabulary.
+N tokens in a flat list, D width, V vocabulary, M rows of a decode step, F outputs or inputs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Causal attention of T tokens to themselves."""
+    """Causal attention of T tokens to themselves; inside each of `segments`, where there are some.
+
+    Those are the lengths of what is packed into every row; what they leave of it is one more.
+    """
 
     name: str
     batch: int
@@ -18,6 +21,15 @@ class AttentionCase:
     kv_heads: int
     head_size: int
     window: int | None = None
+    segments: tuple[int, ...] = ()
+
+    def starts(self) -> list[int] | None:
+        """Index of the first token of each token's segment; None without segments."""
+        if not self.segments:
+            return None
+        lengths = [*self.segments, self.length - sum(self.segments)]
+        firsts = [sum(lengths[:n]) for n in range(len(lengths))]
+        return [first for first, n in zip(firsts, lengths, strict=True) for _ in range(n)]
 
 
 @dataclass(frozen=True)
@@ -57,6 +69,60 @@ class TokenLogprobCase:
     temperature: float = 1.0
 
 
+@dataclass(frozen=True)
+class UpCase:
+    """M rows times `[F, D]`, with what a model adds in the same kernel."""
+
+    name: str
+    rows: int
+    outputs: int
+    width: int
+    bias: bool = True
+    gated: bool = False
+    activation: str | None = None
+
+
+@dataclass(frozen=True)
+class DownCase:
+    """M rows times `[F, D]` as parts, and the residual sum and norm behind it."""
+
+    name: str
+    rows: int
+    inputs: int
+    width: int
+    layer_norm: bool = True
+    bias: bool = True
+
+
+@dataclass(frozen=True)
+class SamplingCase:
+    """A token for each of B rows of V logits, normal with deviation `scale`."""
+
+    name: str
+    batch: int
+    vocab: int
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class HalfLayerCase:
+    """Half a layer of a decode step, without attention: M rows of width D times `[outputs, D]`,
+    their first columns times `[inputs, D]`, residual sum and norm.
+    """
+
+    name: str
+    rows: int
+    width: int
+    outputs: int
+    inputs: int
+    activation: str | None = None
+    gated: bool = False
+    layer_norm: bool = True
+
+
 ATTENTION_TESTS = (
     AttentionCase("mha_k8", 2, 12, 4, 4, 8),
     AttentionCase("mha_k64", 2, 16, 2, 2, 64),
@@ -67,6 +133,11 @@ ATTENTION_TESTS = (
     AttentionCase("window5_k8", 2, 20, 4, 2, 8, window=5),
     AttentionCase("window1_k64", 1, 6, 2, 2, 64, window=1),
     AttentionCase("window_wider_than_rows", 1, 6, 2, 1, 8, window=50),
+    AttentionCase("mha_k96", 1, 18, 2, 2, 96),
+    AttentionCase("gqa2_k256", 1, 20, 2, 1, 256),
+    AttentionCase("packed_gqa2_k64", 2, 37, 4, 2, 64, segments=(9, 1, 20)),
+    AttentionCase("packed_whole_k80", 1, 33, 2, 2, 80, segments=(16, 17)),
+    AttentionCase("packed_window4_k8", 1, 40, 2, 1, 8, window=4, segments=(3, 30)),
 )
 
 DECODE_TESTS = (
@@ -90,12 +161,41 @@ TOKEN_LOGPROB_TESTS = (
     TokenLogprobCase("temperature", 10, 8, 24, 20, 4, temperature=0.7),
 )
 
+UP_TESTS = (
+    UpCase("one_row", 1, 64, 48),
+    UpCase("full_tensor_core_rows", 16, 96, 64, activation="relu"),
+    UpCase("padded_rows", 5, 48, 32),
+    UpCase("gated", 3, 64, 96, bias=False, gated=True),
+    UpCase("gated_bias", 20, 32, 32, gated=True),
+    UpCase("no_bias", 2, 32, 16, bias=False),
+)
+
+DOWN_TESTS = (
+    DownCase("one_row", 1, 64, 48),
+    DownCase("several_parts", 5, 512, 32),
+    DownCase("rms_norm", 16, 256, 64, layer_norm=False, bias=False),
+    DownCase("rms_norm_bias", 3, 48, 80, layer_norm=False),
+)
+
+SAMPLING_TESTS = (
+    SamplingCase("top_k", 12, 300, top_k=5),
+    SamplingCase("top_k_1", 12, 40, top_k=1),
+    SamplingCase("top_k_beyond_the_vocabulary", 12, 64, top_k=100, top_p=0.9),
+    SamplingCase("top_p_ragged", 12, 777, top_p=0.7),
+    SamplingCase("top_p_of_almost_equal_logits", 12, 300, top_p=0.3, scale=0.01),
+    SamplingCase("min_p", 12, 300, min_p=0.05),
+    SamplingCase("top_p_of_top_k", 24, 300, top_k=20, top_p=0.8),
+    SamplingCase("all_three", 24, 300, top_k=60, top_p=0.95, min_p=0.02, scale=3.0),
+)
+
 ATTENTION_BENCHMARKS = (
     AttentionCase("opt-1.3b_B32_T512", 32, 512, 32, 32, 64),
     AttentionCase("opt-2.7b_B16_T512", 16, 512, 32, 32, 80),
     AttentionCase("opt-6.7b_B16_T512", 16, 512, 32, 32, 128),
     AttentionCase("llama-3-8b_B8_T1024", 8, 1024, 32, 8, 128),
     AttentionCase("mistral_window_B4_T2048", 4, 2048, 32, 8, 128, window=1024),
+    AttentionCase("packed_opt-1.3b_B32_T512", 32, 512, 32, 32, 64, segments=(200, 150, 130)),
+    AttentionCase("packed_llama-3-8b_B8_T2048", 8, 2048, 32, 8, 128, segments=(700, 500, 400, 300)),
 )
 
 DECODE_BENCHMARKS = (
@@ -116,4 +216,32 @@ TOKEN_LOGPROB_BENCHMARKS = (
     TokenLogprobCase("opt-1.3b_N8192", 8192, 2048, 50304, 50272, 2048),
     TokenLogprobCase("opt-1.3b_N8192_chunk1024", 8192, 2048, 50304, 50272, 1024),
     TokenLogprobCase("llama-3-8b_N4096", 4096, 4096, 128256, 128256, 1024),
+)
+
+HALF_LAYER_TESTS = (
+    HalfLayerCase("relu", 3, 32, 64, 64, activation="relu"),
+    HalfLayerCase("gated_rms_norm", 2, 32, 48, 48, gated=True, layer_norm=False),
+    HalfLayerCase("queries_of_a_projection", 2, 32, 96, 32),
+)
+
+HALF_LAYER_BENCHMARKS = tuple(
+    replace(case, name=f"{case.name}_M{rows}", rows=rows)
+    for case in (
+        HalfLayerCase("opt-1.3b_mlp", 0, 2048, 8192, 8192, activation="relu"),
+        HalfLayerCase("opt-1.3b_attention", 0, 2048, 6144, 2048),
+        HalfLayerCase("opt-6.7b_mlp", 0, 4096, 16384, 16384, activation="relu"),
+        HalfLayerCase("llama-3-8b_mlp", 0, 4096, 14336, 14336, gated=True, layer_norm=False),
+    )
+    for rows in (1, 8, 64)
+)
+
+SAMPLING_BENCHMARKS = (
+    SamplingCase("temperature_B64_V50304", 64, 50304),
+    SamplingCase("B64_k50_V50304", 64, 50304, top_k=50),
+    SamplingCase("B64_p0.9_V50304", 64, 50304, top_p=0.9),
+    SamplingCase("B64_k1000_p0.95_V50304", 64, 50304, top_k=1000, top_p=0.95),
+    SamplingCase("B64_k50_p0.9_V50304", 64, 50304, top_k=50, top_p=0.9),
+    SamplingCase("B64_min_p0.05_V50304", 64, 50304, min_p=0.05),
+    SamplingCase("B256_k50_p0.9_V50304", 256, 50304, top_k=50, top_p=0.9),
+    SamplingCase("B64_k50_p0.9_V128256", 64, 128256, top_k=50, top_p=0.9),
 )

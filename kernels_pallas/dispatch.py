@@ -55,7 +55,7 @@ def run(
     table: Mapping[str, Implementation],
     gpu_order: Sequence[str],
     implementation: str | None,
-    *arrays: jax.Array,
+    *arrays: jax.Array | None,
     **options: Any,
 ) -> Any:
     """Calls the chosen implementation of `op`.

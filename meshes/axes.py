@@ -9,7 +9,7 @@
 | S | cached positions | F | feed-forward width |
 | D | model width | V | vocabulary (padded) |
 | W | embedding width | N | layers, or any flat count |
-| A | rank of an adapter | | |
+| A | rank of an adapter | C | rows that fill slots at once |
 
 A name ends in the letters of its array: `logprobs_BR` is `[batch, response]`.
 

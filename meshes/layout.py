@@ -143,7 +143,7 @@ class Layout:
         if logical is None:
             return ()
         axes = TABLES[self.table].axes(logical)
-        if logical != "batch" and dict(self.units)[logical] % self.size(axes):
+        if logical not in ("batch", "rows") and dict(self.units)[logical] % self.size(axes):
             return ()
         return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
 

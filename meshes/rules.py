@@ -23,7 +23,8 @@ TableName = Literal["store", "compute", "generate"]
 @dataclass(frozen=True)
 class Rules:
     """Mesh axes of the tensor-parallel dimension of weights and activations, of the batch, and of
-    the width of weights that no device computes a part of.
+    the width of weights that no device computes a part of. "rows" is a batch over all of these
+    axes: for work on whole rows, which tensor parallelism would repeat on every device.
     """
 
     tensor: tuple[str, ...]
@@ -32,7 +33,9 @@ class Rules:
 
     def axes(self, logical: str) -> tuple[str, ...]:
         """The mesh axes of a logical axis."""
-        return {"batch": self.batch, "width": self.width}.get(logical, self.tensor)
+        rows = self.batch + tuple(axis for axis in self.tensor if axis not in self.batch)
+        named = {"batch": self.batch, "rows": rows, "width": self.width}
+        return named.get(logical, self.tensor)
 
 
 STORE = Rules(tensor=(TP, GEN, DATA), batch=(REPLICA, DATA, GEN), width=(TP, GEN, DATA))

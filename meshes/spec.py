@@ -71,7 +71,8 @@ class ParamSpec:
     """Shape, logical axes (one per dimension) and initialiser of a parameter.
 
     `decay` says whether weight decay applies (matrices yes, biases and norms no). `rows` is the
-    number of real rows: what the first dimension has beyond it is padding, and zero.
+    number of real rows: what the first dimension has beyond it is padding, and zero. `dtype` is its
+    own, None: that of the model.
     """
 
     shape: tuple[int, ...]
@@ -79,6 +80,7 @@ class ParamSpec:
     init: Initializer
     decay: bool = True
     rows: int | None = None
+    dtype: Literal["int8", "float32"] | None = None
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):

@@ -9,7 +9,8 @@ Columns: milliseconds a call (best of --repeats), what that is in TB/s (decode: 
 have to be read) or TFLOP/s, its share of the card's measured ceiling, milliseconds of the plain
 form, and the largest difference from it relative to the plain result's largest entry. Decode calls
 run over several caches in turn, so that the card's cache does not hold them. A swept tiling reads
-form, block x warps / splits.
+form, block x warps / splits. A half layer is a chain over several weights in turn, as decode runs
+it: its plain form is what XLA makes of the same functions.
 """
 
 import argparse
@@ -25,9 +26,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas import cases, dispatch
+from kernels_pallas.add_norm.api import add_norm
 from kernels_pallas.attention.api import attention
 from kernels_pallas.decode_attention import pallas, tiling
 from kernels_pallas.decode_attention.api import decode_attention
+from kernels_pallas.skinny_product.api import product_down, product_up
 from kernels_pallas.token_logprob.api import token_logprob
 
 # Measured ceilings (bytes/s, FLOP/s) by device kind; other devices get no share.
@@ -94,15 +97,17 @@ def normal(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def attention_rows(case: cases.AttentionCase, args: argparse.Namespace) -> Iterator[Row]:
-    """Forward, and forward with backward. FLOPs count the visible half only, backward 2.5 times."""
+    """Forward, and forward with backward. FLOPs count what is seen only, backward 2.5 times."""
     B, T, H, G, K = case.batch, case.length, case.query_heads, case.kv_heads, case.head_size
     qkv = [normal(i, (B, T, n, K), args.dtype) for i, n in enumerate((H, G, G))]
     weight = normal(3, (B, T, H, K), args.dtype)
+    starts, starts_BT = case.starts(), None
+    if starts is not None:
+        starts_BT = jnp.broadcast_to(jnp.array(starts, jnp.int32), (B, T))
 
     def forward(implementation):
-        return jax.jit(
-            functools.partial(attention, window=case.window, implementation=implementation)
-        )
+        options = {"window": case.window, "implementation": implementation}
+        return jax.jit(lambda q, k, v: attention(q, k, v, starts_BT, **options))
 
     def both(implementation):
         def loss(q, k, v):
@@ -111,11 +116,13 @@ def attention_rows(case: cases.AttentionCase, args: argparse.Namespace) -> Itera
 
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
 
-    window = T if case.window is None else min(case.window, T)
-    visible = T * window - window * (window - 1) / 2
+    window = T if case.window is None else case.window
+    first = starts or [0] * T
+    plan = "interpret" if args.tiny and dispatch.target_platform() != "gpu" else None
+    visible = sum(min(i + 1 - start, window) for i, start in enumerate(first))
     for suffix, function, factor in ((" forward", forward, 1.0), (" forward+backward", both, 3.5)):
         name = f"attention/{case.name}{suffix}"
-        got, want = function(None), function("reference")
+        got, want = function(plan), function("reference")
         error = difference(got(*qkv), want(*qkv), args.dtype, name)
         plain = seconds(lambda f=want: f(*qkv), args.repeats, args.calls)
         fast = seconds(lambda f=got: f(*qkv), args.repeats, args.calls)
@@ -224,6 +231,74 @@ class DecodeBench:
         return seconds(once, self.args.repeats, 1) / (rounds * self.num_caches)
 
 
+class HalfLayerBench:
+    """The arrays of one half layer, several times over, and the timing of any implementation."""
+
+    def __init__(self, case: cases.HalfLayerCase, args: argparse.Namespace) -> None:
+        self.case, self.args = case, args
+        D, ups = case.width, 2 if case.gated else 1
+        self.bytes_read = (ups * case.outputs + case.inputs) * D * jnp.dtype(args.dtype).itemsize
+        number = 1 if args.tiny else max(2, -(-CACHES_BYTES // self.bytes_read))
+        self.weights = [self.layer(seed) for seed in range(10, 10 + 10 * number, 10)]
+        self.x, self.h = (normal(i, (case.rows, D), args.dtype) for i in range(2))
+
+    def layer(self, seed: int) -> dict[str, jax.Array | None]:
+        """Weights of a half layer, by name; sums over their inputs have a deviation near 1."""
+        case, dtype, D = self.case, self.args.dtype, self.case.width
+
+        def matrix(offset: int, rows: int, inputs: int) -> jax.Array:
+            return normal(seed + offset, (rows, D), dtype) * jnp.asarray(inputs**-0.5, dtype)
+
+        return {
+            "up_FD": matrix(0, case.outputs, D),
+            "gate_FD": matrix(1, case.outputs, D) if case.gated else None,
+            "bias_F": None if case.gated else normal(seed + 2, (case.outputs,), dtype),
+            "down_FD": matrix(3, case.inputs, case.inputs),
+            "scale_D": normal(seed + 4, (D,), dtype),
+            "shift_D": normal(seed + 5, (D,), dtype) if case.layer_norm else None,
+        }
+
+    def step(self, x: jax.Array, h: jax.Array, w: Any, plan: str | None):
+        """The residual and the next normalised rows; `plan` is the kernels' implementation."""
+        y = product_up(
+            h, w["up_FD"], w["bias_F"], w["gate_FD"],
+            activation=self.case.activation, implementation=plan,
+        )[:, : self.case.inputs]  # fmt: skip
+        parts = product_down(y, w["down_FD"], implementation=plan)
+        return add_norm(
+            x, parts, w["shift_D"], w["scale_D"], w["shift_D"], eps=1e-5, implementation=plan
+        )
+
+    def seconds(self, plan: str | None) -> float:
+        """Seconds of one half layer inside a loop over all of them."""
+
+        @jax.jit
+        def run(x, h, weights):
+            def one_round(_, rows):
+                x, h = rows
+                for w in weights:
+                    x, h = self.step(x, h, w, plan)
+                return x, h
+
+            return lax.fori_loop(0, self.args.rounds, one_round, (x, h))
+
+        time_taken = seconds(lambda: run(self.x, self.h, self.weights), self.args.repeats, 1)
+        return time_taken / (self.args.rounds * len(self.weights))
+
+
+def half_layer_rows(case: cases.HalfLayerCase, args: argparse.Namespace) -> Iterator[Row]:
+    """The implementations that the apis pick (with --tiny: the interpreted kernels)."""
+    bench, name = HalfLayerBench(case, args), f"half_layer/{case.name}"
+    plan = "interpret" if args.tiny and dispatch.target_platform() != "gpu" else None
+    got, want = (
+        jax.jit(functools.partial(bench.step, plan=p))(bench.x, bench.h, bench.weights[0])
+        for p in (plan, "reference")
+    )
+    error = difference(got, want, args.dtype, name)
+    fast, plain = bench.seconds(plan), bench.seconds("reference")
+    yield Row(name, fast, float(bench.bytes_read), "TB/s", plain, error)
+
+
 def decode_rows(case: cases.DecodeCase, args: argparse.Namespace) -> Iterator[Row]:
     """The implementation that the api picks (with --tiny: the interpreted kernel)."""
     bench, name = DecodeBench(case, args), f"decode_attention/{case.name}"
@@ -268,7 +343,7 @@ def sweep_rows(case: cases.DecodeCase, args: argparse.Namespace) -> Iterator[Row
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    kernels = ("attention", "decode_attention", "token_logprob")
+    kernels = ("attention", "decode_attention", "half_layer", "token_logprob")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", nargs="+", choices=kernels, default=kernels)
     parser.add_argument("--cases", default="", help="only cases whose name contains this")
@@ -297,6 +372,7 @@ def main() -> None:
     tables: dict[str, tuple[Any, Any, Any]] = {
         "attention": (attention_rows, cases.ATTENTION_TESTS, cases.ATTENTION_BENCHMARKS),
         "decode_attention": (decode_rows, cases.DECODE_TESTS, cases.DECODE_BENCHMARKS),
+        "half_layer": (half_layer_rows, cases.HALF_LAYER_TESTS, cases.HALF_LAYER_BENCHMARKS),
         "token_logprob": (
             token_logprob_rows,
             cases.TOKEN_LOGPROB_TESTS,

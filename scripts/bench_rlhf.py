@@ -8,21 +8,30 @@
 an iteration, bfloat16 with float32 masters, random weights. It runs the functions of
 `stages/ppo.py`. Each phase is waited for; `other` is the rest of the iteration on the wall clock,
 its row of metrics.jsonl included. `relayout` is part of generate: what gathering the actor for
-decoding takes alone, 0 where decoding reads the update's own buffers.
+decoding takes alone, 0 where decoding reads the update's own buffers. `--passes` also times the
+parts of scoring and the gradients of the update, each as a program of its own; the rest of an
+update are the optimizers.
+
+`--remat=auto` takes the least rematerialisation whose plan fits in some number of parts of at least
+16 rows a device: adding up the gradients of more parts takes less time than computing layers anew.
+Most of a run is compilation; the error output says how far it is, a second run finds it cached.
 
 DeepSpeed-Chat's figures (dschat/utils/perf.py): a forward pass over the whole row for generation,
-three (four with rematerialisation) of actor and critic for training; its samples/s leave scoring
-out. Model TFLOP/s count what the algorithm needs in all phases: no recomputation, logits of answers
-alone. Peak memory is the process's: run one batch size to have its own.
+three (four where layers are computed anew) of actor and critic for training; its samples/s leave
+scoring out. Model TFLOP/s count what the algorithm needs in all phases: no recomputation, logits of
+answers alone. Peak memory is the process's: run one batch size to have its own. Below the table
+stands what the memory plan says. Set XLA_CLIENT_MEM_FRACTION=0.95 for models that fill a device.
 """
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -36,40 +45,48 @@ from rlhf_jax.data.byte_tokenizer import byte_tokenizer
 from rlhf_jax.data.loader import Loader
 from rlhf_jax.data.tokenize import PromptRow
 from rlhf_jax.engine.hybrid import HybridEngine
-from rlhf_jax.engine.ppo_step import answer_logprobs, join_rows, row_scores
+from rlhf_jax.engine.optimizer import MomentsDtype, Optim
+from rlhf_jax.engine.ppo_step import (
+    actor_loss,
+    answer_logprobs,
+    critic_loss,
+    join_rows,
+    num_actions,
+    row_scores,
+)
+from rlhf_jax.engine.step import gradients
 from rlhf_jax.hf.pretrained import Pretrained
-from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRAConfig
 from rlhf_jax.models.opt import SIZES
 from rlhf_jax.models.params import ScalarModel
+from rlhf_jax.models.remat import Remat
 from rlhf_jax.models.tiny import quickstart_config
-from rlhf_jax.runtime.profile import deepspeed_flops
+from rlhf_jax.runtime.compilation import keep_compiled_programs
+from rlhf_jax.runtime.profile import peak_memory
 from rlhf_jax.stages.config import TrainConfig
+from rlhf_jax.stages.fit_remat import FASTEST_FIRST
 from rlhf_jax.stages.memory_plan import Models, Place, Plan, device_limit, plan_stage
-from rlhf_jax.stages.ppo import Companions, Programs, collect, means, update
+from rlhf_jax.stages.ppo import (
+    Companions,
+    Programs,
+    collect,
+    means,
+    update,
+    update_settings,
+)
 from rlhf_jax.stages.ppo_config import PPOConfig
 from rlhf_jax.stages.prompts import PromptData
 from rlhf_jax.stages.reward_plan import RewardPlan
 from rlhf_jax.stages.roles import Cast, Roles, load_roles
 from rlhf_jax.stages.run import Run
 from rlhf_jax.stages.scores import host_scorer
+from scripts.iteration_flops import Setting, deepspeed_figures, model_flops
 
 FILL = 0.95
 """The share of device memory that a plan may fill."""
 PHASES = ("generate", "score", "update", "other", "step")
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What is measured."""
-
-    actor: ModelConfig
-    critic: ModelConfig
-    ppo: PPOConfig
-
-    @property
-    def length(self) -> int:
-        return self.ppo.max_prompt_seq_len + self.ppo.max_answer_seq_len
+ENOUGH_ROWS = 16
+"""Rows of a part on a device from which matrix products run at full speed (x 512 tokens)."""
 
 
 @dataclass
@@ -83,6 +100,7 @@ class Bench:
     programs: Programs
     data: PromptData
     plan: RewardPlan
+    experience: Any = None
 
     @classmethod
     def create(cls, run: Run, setting: Setting) -> "Bench":
@@ -92,7 +110,9 @@ class Bench:
         reward = Pretrained("reward", setting.critic, tokenizer, None, None)
         plan = RewardPlan((), reward, by_text=False, critic=reward)
         roles, cast = load_roles(run, actor, plan, 1000)
-        engine = HybridEngine(setting.actor, run.mesh, (), merge_adapters=cfg.merge_lora)
+        engine = HybridEngine(
+            setting.actor, run.mesh, (), merge_adapters=cfg.merge_lora, slots=cfg.rollout_slots
+        )
         return cls(
             run, cast, with_random_heads(roles), engine, Programs.create(cfg, cast, plan),
             random_prompts(setting), plan,
@@ -103,16 +123,20 @@ class Bench:
         run, cfg = self.run, self.run.cfg.ppo
         control = Companions.create(cfg, self.roles, self.engine.compute).control
         host = host_scorer(cfg, self.plan, self.cast.reward, byte_tokenizer(), "template")
-        rows = []
+        rows: list[dict[str, float]] = []
         for step in range(count + 1):
+            began = time.perf_counter()
             experiences, control, metrics = collect(
                 run, self.roles, control, self.engine, self.programs, host, self.data, step
             )
+            progress(f"iteration {step}: generate and score", began)
             with run.timer.phase("update") as wait:
                 self.roles, _, losses = update(
                     run, self.roles, None, self.engine, self.programs, self.data, experiences, step
                 )
                 wait.append((self.roles.actor, self.roles.critic, losses))
+            progress(f"iteration {step}: all", began)
+            self.experience = experiences[0][0]
             del experiences
             values = run.metrics.write("ppo", step, metrics | means(losses))
             assert values["val/skipped"] == 0, values
@@ -128,8 +152,35 @@ class Bench:
             return 0.0
         return median_seconds(lambda: self.engine.pin(params))
 
+    def pass_seconds(self) -> dict[str, float]:
+        """The passes of scoring and of the update as programs of their own, which together are not
+        quite the two programs.
+        """
+        return self.score_seconds() | self.gradient_seconds()
+
+    def gradient_seconds(self) -> dict[str, float]:
+        """Of the actor's and of the critic's loss."""
+        roles, settings = self.roles, update_settings(self.run.cfg.ppo)
+        losses = (
+            ("actor gradient", actor_loss, roles.actor, self.cast.actor, roles.frozen[0]),
+            ("critic gradient", critic_loss, roles.critic, self.cast.critic, roles.frozen[1]),
+        )
+        found = {}
+        for name, loss, state, place, frozen in losses:
+
+            def gradient(params, frozen, batch, loss=loss, place=place):
+                def of_batch(params, batch):
+                    return loss(params, batch, place, settings)
+
+                parts = settings.num_parts
+                return gradients(of_batch, params, batch, num_actions, parts, frozen=frozen)[:2]
+
+            args = state.params, frozen, self.experience
+            found[name] = median_seconds(partial(jax.jit(gradient), *args))
+        return found
+
     def score_seconds(self) -> dict[str, float]:
-        """The passes of scoring as programs of their own; together they are not the one program."""
+        """Of scoring."""
         actor, critic = self.cast.actor, self.cast.critic
         prompts = put_batch(self.data.train.batch(0), self.engine.compute)
         num = self.run.cfg.ppo.max_answer_seq_len
@@ -147,6 +198,11 @@ class Bench:
             reward = roles.reward
             found["reward"] = median_seconds(lambda: scores(reward, tokens))
         return found
+
+
+def progress(what: str, began: float) -> None:
+    """What was done, and how long it took."""
+    print(f"{what} {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
 
 
 def median_seconds(call: Callable[[], object], repeats: int = 5) -> float:
@@ -193,69 +249,12 @@ def random_prompts(setting: Setting) -> PromptData:
     return PromptData(train, [], [], length, dict(enumerate(rows)))
 
 
-def forward_flops(cfg: ModelConfig, rows: int, length: int, logits: int) -> float:
-    """Products with the layers' matrices, causal attention, and `logits` positions of a row."""
-    heads = cfg.num_heads * cfg.head_size
-    matrices = 3 if cfg.activation == "silu_gated" else 2
-    layer = cfg.width * (cfg.qkv_rows + heads + matrices * cfg.mlp_width)
-    per_row = cfg.num_layers * (2 * layer * length + 2 * heads * length**2)
-    return rows * (per_row + 2 * logits * cfg.vocab_size * cfg.embed_width)
-
-
-def model_flops(setting: Setting) -> float:
-    """Of one iteration: one pass of the actor over every token to sample it, one of each model to
-    score, three of actor and critic to train (two where their matrices are frozen).
-    """
-    cfg, rows, length = setting.ppo, setting.ppo.batch_size, setting.length
-    answer = cfg.max_answer_seq_len
-    actor = forward_flops(setting.actor, rows, length, answer)
-    critic = forward_flops(setting.critic, rows, length, 0)
-    passes = 2 + (cfg.old_logprobs == "train") + (2 if cfg.actor_lora.dim else 3)
-    return passes * actor + (2 + (2 if cfg.critic_lora.dim else 3)) * critic
-
-
-def deepspeed_figures(setting: Setting, seconds: dict[str, float]) -> dict[str, float]:
-    """TFLOP/s of generation and training, and end-to-end samples/s, as perf.py counts them."""
-    cfg, rows, length = setting.ppo, setting.ppo.batch_size, setting.length
-
-    def passes(model: ModelConfig, lora: LoRAConfig) -> float:
-        adapted = 1 - 2 * lora.dim / model.width if lora.dim else 0.0
-        return (3 if cfg.remat == "none" else 4) - adapted
-
-    generated = deepspeed_flops(setting.actor, rows, length, 1)
-    trained = sum(
-        deepspeed_flops(model, rows, length, 1) * passes(model, lora)
-        for model, lora in (
-            (setting.actor, cfg.actor_lora),
-            (setting.critic, cfg.critic_lora),
-        )
-    )
-    generate, train = seconds["generate"], seconds["update"]
-    return {
-        "generation": generated / generate,
-        "training": trained / train,
-        "total": (generated + trained) / (generate + train),
-        "samples": rows / (generate + train),
-    }
-
-
-def peak_bytes() -> tuple[int, int] | None:
-    """The largest use of a device since the process began, and what it may use; None on a CPU."""
-    stats = [device.memory_stats() for device in jax.local_devices()]
-    if not all(stats):
-        return None
-    return (
-        max(s["peak_bytes_in_use"] for s in stats if s),
-        min(s["bytes_limit"] for s in stats if s),
-    )
-
-
-def print_row(setting: Setting, bench: Bench, rows: Sequence[dict[str, float]]) -> None:
+def print_row(setting: Setting, bench: Bench, rows: Sequence[dict[str, float]], plan: Plan) -> None:
     """One line of the table, medians over iterations."""
     seconds = {name: statistics.median(row[name] for row in rows) for name in PHASES}
     cfg, devices = setting.ppo, bench.run.mesh.size
-    theirs, peak = deepspeed_figures(setting, seconds), peak_bytes()
-    cells = [str(cfg.batch_size), str(cfg.gradient_accumulation_steps)]
+    theirs, peak = deepspeed_figures(setting, seconds), peak_memory().get("perf/peak_memory_gib")
+    cells = [str(cfg.batch_size), str(cfg.gradient_accumulation_steps), cfg.remat]
     cells += [f"{seconds[name]:.3f}" for name in PHASES[:3]]
     cells += [f"{bench.relayout_seconds():.4f}", f"{seconds['other']:.3f}"]
     cells += [f"{seconds['step']:.3f}", f"{cfg.batch_size / seconds['step']:.1f}"]
@@ -263,14 +262,15 @@ def print_row(setting: Setting, bench: Bench, rows: Sequence[dict[str, float]]) 
     cells += [
         f"{theirs[name] / devices / 1e12:.0f}" for name in ("generation", "training", "total")
     ]
-    cells += [f"{theirs['samples']:.1f}", "-" if peak is None else f"{peak[0] / 1e9:.1f}"]
+    cells += [f"{theirs['samples']:.1f}", f"{peak * 2**30 / 1e9:.1f}" if peak else "-"]
+    cells += [f"{plan.peak / 1e9:.1f}"]
     print("| " + " | ".join(cells) + " |", flush=True)
 
 
 HEADER = (
-    "| batch | parts | generate s | score s | update s | relayout s | other s | total s "
+    "| batch | parts | remat | generate s | score s | update s | relayout s | other s | total s "
     "| samples/s | model TFLOP/s | DSC generation TFLOP/s | DSC training | DSC total "
-    "| DSC samples/s | peak GB |\n" + "|---" * 15 + "|"
+    "| DSC samples/s | peak GB | planned GB |\n" + "|---" * 17 + "|"
 )
 
 
@@ -282,13 +282,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--answer", type=int, default=256)
     parser.add_argument("--mesh", help="FxT; without: all devices")
-    parser.add_argument("--remat", default="full", choices=["none", "dots", "full"])
+    parser.add_argument("--remat", default="auto", choices=get_args(Remat))
     parser.add_argument("--old-logprobs", default="rollout", choices=["rollout", "train"])
     parser.add_argument("--parts", type=int, help="gradient accumulation; without: what fits")
     parser.add_argument("--lora-dim", type=int, default=0, help="adapters of the actor")
     parser.add_argument("--only-lora", action="store_true", help="adapters alone train")
+    parser.add_argument("--int8", action="store_true", help="the base of the adapters in int8")
     parser.add_argument("--offload", action="store_true", help="frozen models on the host")
-    parser.add_argument("--passes", action="store_true", help="time the passes of scoring too")
+    parser.add_argument("--offload-optimizers", action="store_true", help="masters, moments too")
+    parser.add_argument("--optim", default="adamw", choices=get_args(Optim))
+    parser.add_argument("--moments-dtype", default="float32", choices=get_args(MomentsDtype))
+    parser.add_argument("--slots", type=int, help="rows that decode at once; without: all")
+    parser.add_argument("--passes", action="store_true", help="score and update in parts too")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tiny", action="store_true", help="the built-in model, for a CPU")
     args = parser.parse_args()
@@ -298,10 +303,10 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def setting_of(args: argparse.Namespace, batch: int, parts: int) -> Setting:
+def setting_of(args: argparse.Namespace, batch: int, parts: int, remat: Remat) -> Setting:
     """One line of the table."""
     tiny = quickstart_config(264, 257, 258, 256)
-    adapters = LoRAConfig(dim=args.lora_dim, only=args.only_lora)
+    adapters = LoRAConfig(dim=args.lora_dim, only=args.only_lora, load_in_8bit=args.int8)
     ppo = PPOConfig(
         batch_size=batch,
         gradient_accumulation_steps=parts,
@@ -309,8 +314,12 @@ def setting_of(args: argparse.Namespace, batch: int, parts: int) -> Setting:
         max_answer_seq_len=args.answer,
         standardize_score=False,
         old_logprobs=args.old_logprobs,
-        remat=args.remat,
+        remat=remat,
         actor_lora=adapters,
+        rollout_slots=args.slots,
+        offload=args.offload_optimizers,
+        optim=args.optim,
+        moments_dtype=args.moments_dtype,
         offload_reference_model=args.offload,
         offload_reward_model=args.offload,
     )
@@ -319,16 +328,15 @@ def setting_of(args: argparse.Namespace, batch: int, parts: int) -> Setting:
 
 
 def chosen_setting(args: argparse.Namespace, batch: int, shape: MeshShape) -> tuple[Setting, Plan]:
-    """As many parts as were asked for, or the fewest whose plan fits the devices."""
-    limit, rows = device_limit(), batch // (shape.replica * shape.fsdp)
-    counts = [args.parts] if args.parts else [n for n in range(1, rows + 1) if rows % n == 0]
-    plan = None
-    for parts in counts:
-        setting = setting_of(args, batch, parts)
+    """What was asked for, or the first that fits the devices."""
+    limit, plan = device_limit(), None
+    for remat, parts in choices(args, batch // (shape.replica * shape.fsdp), limit):
+        setting = setting_of(args, batch, parts, remat)
         models = Models(setting.actor, setting.critic, setting.critic)
         place = Place(shape, None, jax.default_backend())
         plan = plan_stage(TrainConfig(step=(3,), ppo=setting.ppo), "ppo", models, place)
-        if args.parts or limit is None or plan.peak <= FILL * limit:
+        asked = args.parts and args.remat != "auto"
+        if asked or limit is None or plan.peak <= FILL * limit:
             return setting, plan
     assert plan is not None, "a batch has at least one part"
     raise SystemExit(
@@ -336,8 +344,23 @@ def chosen_setting(args: argparse.Namespace, batch: int, shape: MeshShape) -> tu
     )
 
 
+def choices(args: argparse.Namespace, rows: int, limit: int | None) -> Iterator[tuple[Remat, int]]:
+    """Rematerialisation and parts of so many rows a device, the fastest first."""
+    counts = [args.parts] if args.parts else [n for n in range(1, rows + 1) if rows % n == 0]
+    if args.remat != "auto":
+        yield from ((args.remat, parts) for parts in counts)
+        return
+    large = [parts for parts in counts if rows // parts >= min(ENOUGH_ROWS, rows)] or counts[:1]
+    for remat in FASTEST_FIRST if limit is not None else ():
+        for parts in large:
+            yield remat, parts
+    for parts in counts:
+        yield "full", parts
+
+
 def main() -> None:
     args = arguments()
+    keep_compiled_programs()
     shape = start_devices(args.mesh)
     plans = []
     print(
@@ -354,11 +377,13 @@ def main() -> None:
             heads = setting.actor.num_heads, setting.actor.num_kv_heads
             run = Run(cfg, shape, default_inference_tp(shape, *heads))
             with jax.set_mesh(run.mesh):
+                began = time.perf_counter()
                 bench = Bench.create(run, setting)
+                progress("models", began)
                 rows = bench.iterations(args.repeats)
-                print_row(setting, bench, rows)
+                print_row(setting, bench, rows, plan)
                 if args.passes:
-                    passes = bench.score_seconds().items()
+                    passes = bench.pass_seconds().items()
                     print(", ".join(f"{name} alone {t:.3f} s" for name, t in passes))
             del bench, run
     for batch, plan in plans:

@@ -1,21 +1,29 @@
 """Causal attention of a batch of rows to themselves, for training, scoring and prefill."""
 
+import functools
+
 import jax
+import jax.numpy as jnp
 
 from kernels_pallas import dispatch
-from kernels_pallas.attention import cudnn, reference
+from kernels_pallas.attention import cudnn, pallas, reference
 
 IMPLEMENTATIONS = {
     "cudnn": dispatch.Implementation(cudnn.attention, cudnn.why_not),
+    "pallas": dispatch.Implementation(pallas.attention, pallas.why_not),
+    "interpret": dispatch.Implementation(
+        functools.partial(pallas.attention, interpret=True), pallas.why_not_interpret
+    ),
     "reference": dispatch.Implementation(reference.attention, dispatch.always),
 }
-GPU_ORDER = ("cudnn", "reference")
+GPU_ORDER = ("cudnn", "pallas", "reference")
 
 
 def attention(
     q_BTHK: jax.Array,
     k_BTGK: jax.Array,
     v_BTGK: jax.Array,
+    starts_BT: jax.Array | None = None,
     *,
     window: int | None = None,
     implementation: str | None = None,
@@ -23,14 +31,19 @@ def attention(
     """Causal grouped-query attention; scale K**-0.5, fp32 softmax.
 
     Query head h reads key/value head h // (H / G). Rows start at index 0 and are padded on the
-    right: causality alone hides the padding from real tokens.
+    right: causality alone hides the padding from real tokens. A row may hold several segments one
+    after the other (packing); no token then sees one of another segment.
 
     Args:
       q_BTHK: queries.
       k_BTGK: keys, in q's dtype.
       v_BTGK: values, in q's dtype.
+      starts_BT: int32, index of the first token of each token's segment; None: each row is one.
+        Query i sees keys starts[i] <= j <= i. Starts must not fall along a row nor lie behind their
+        own token.
       window: query i sees keys j with i - window < j <= i; None for all j <= i.
-      implementation: "cudnn" | "reference"; None takes cuDNN where it runs.
+      implementation: "cudnn" | "pallas" | "interpret" | "reference"; None takes cuDNN where it
+        runs, else the kernel.
 
     Returns:
       out_BTHK in q's dtype.
@@ -40,6 +53,8 @@ def attention(
       dispatch.Unsupported: the named implementation cannot run, with its reason.
     """
     _check(q_BTHK, k_BTGK, v_BTGK, window)
+    if starts_BT is not None:
+        _check_starts(starts_BT, q_BTHK.shape[:2])
     return dispatch.run(
         "attention",
         IMPLEMENTATIONS,
@@ -48,6 +63,7 @@ def attention(
         q_BTHK,
         k_BTGK,
         v_BTGK,
+        starts_BT,
         window=window,
     )
 
@@ -67,3 +83,10 @@ def _check(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, window: int 
         )
     if window is not None and window < 1:
         raise ValueError(f"attention: window={window}; use at least 1, or None for no window")
+
+
+def _check_starts(starts_BT: jax.Array, rows: tuple[int, ...]) -> None:
+    if starts_BT.shape != rows or starts_BT.dtype != jnp.int32:
+        raise ValueError(
+            f"attention: starts are {starts_BT.dtype} {starts_BT.shape}; expected int32 {rows}"
+        )

@@ -6,13 +6,16 @@ import jax.numpy as jnp
 from kernels_pallas import dispatch
 
 
-def why_not(*arrays: jax.Array, window: int | None) -> str | None:
+def why_not(*arrays: jax.Array | None, window: int | None) -> str | None:
     """Reason why cuDNN does not take attention's arguments, or None."""
     del window
-    q_BTHK = arrays[0]
+    q_BTHK, _, _, starts_BT = arrays
+    assert q_BTHK is not None
     reason = dispatch.why_not_gpu()
     if reason is not None:
         return reason
+    if starts_BT is not None:
+        return "JAX's interface to cuDNN takes no packed rows"
     head_size, largest = q_BTHK.shape[-1], _largest_head_size()
     if q_BTHK.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN takes bfloat16 and float16 and the arrays are {q_BTHK.dtype}"
@@ -24,9 +27,15 @@ def why_not(*arrays: jax.Array, window: int | None) -> str | None:
 
 
 def attention(
-    q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, *, window: int | None
+    q_BTHK: jax.Array,
+    k_BTGK: jax.Array,
+    v_BTGK: jax.Array,
+    starts_BT: None,
+    *,
+    window: int | None,
 ) -> jax.Array:
     """As reference.attention. Its gradient is not deterministic (atomics) unless XLA is told so."""
+    del starts_BT
     length = q_BTHK.shape[1]
     if length % 2:
         # Training is refused for odd lengths. No real query sees the added key: it comes later.

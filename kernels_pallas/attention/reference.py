@@ -1,6 +1,7 @@
 """Causal attention in plain JAX: the meaning of the other implementations.
 
-out_i = sum_j softmax_j(q_i . k_j / sqrt(K)) v_j over j <= i (and j > i - window).
+out_i = sum_j softmax_j(q_i . k_j / sqrt(K)) v_j over j <= i (and j > i - window, and
+j >= start_i).
 """
 
 import jax
@@ -15,6 +16,7 @@ def attention(
     q_BTHK: jax.Array,
     k_BTGK: jax.Array,
     v_BTGK: jax.Array,
+    starts_BT: jax.Array | None,
     *,
     window: int | None,
     query_block: int = 512,
@@ -26,23 +28,32 @@ def attention(
     """
     B, T, H, K = q_BTHK.shape
     if 2 * query_block >= T:
-        return _attend(q_BTHK, k_BTGK, v_BTGK, jnp.int32(0), window)
+        return _attend(q_BTHK, k_BTGK, v_BTGK, starts_BT, jnp.int32(0), window)
     blocks = -(-T // query_block)
     q_BTHK = jnp.pad(q_BTHK, ((0, 0), (0, blocks * query_block - T), (0, 0), (0, 0)))
     q_blocks = jnp.moveaxis(q_BTHK.reshape(B, blocks, query_block, H, K), 1, 0)
+    start_blocks = None
+    if starts_BT is not None:
+        starts_BT = jnp.pad(starts_BT, ((0, 0), (0, blocks * query_block - T)))
+        start_blocks = jnp.moveaxis(starts_BT.reshape(B, blocks, query_block), 1, 0)
 
     @jax.checkpoint
-    def one_block(block: tuple[jax.Array, jax.Array]) -> jax.Array:
-        q_BCHK, first = block
-        return _attend(q_BCHK, k_BTGK, v_BTGK, first, window)
+    def one_block(block: tuple[jax.Array, jax.Array | None, jax.Array]) -> jax.Array:
+        q_BCHK, starts_BC, first = block
+        return _attend(q_BCHK, k_BTGK, v_BTGK, starts_BC, first, window)
 
-    starts = jnp.arange(blocks, dtype=jnp.int32) * query_block
-    out = lax.map(one_block, (q_blocks, starts))
+    firsts = jnp.arange(blocks, dtype=jnp.int32) * query_block
+    out = lax.map(one_block, (q_blocks, start_blocks, firsts))
     return jnp.moveaxis(out, 0, 1).reshape(B, blocks * query_block, H, K)[:, :T]
 
 
 def _attend(
-    q_BCHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, first: jax.Array, window: int | None
+    q_BCHK: jax.Array,
+    k_BTGK: jax.Array,
+    v_BTGK: jax.Array,
+    starts_BC: jax.Array | None,
+    first: jax.Array,
+    window: int | None,
 ) -> jax.Array:
     """Queries first..first+C-1 over all keys. M is query heads per key/value head."""
     B, C, H, K = q_BCHK.shape
@@ -53,10 +64,12 @@ def _attend(
     )
     query_C1 = (first + jnp.arange(C, dtype=jnp.int32))[:, None]
     key_1T = jnp.arange(T, dtype=jnp.int32)[None, :]
-    visible_CT = key_1T <= query_C1
+    visible_BCT = (key_1T <= query_C1)[None]
     if window is not None:
-        visible_CT &= key_1T > query_C1 - window
-    scores_BGMCT = jnp.where(visible_CT[None, None, None], scores_BGMCT * K**-0.5, MASKED)
+        visible_BCT &= (key_1T > query_C1 - window)[None]
+    if starts_BC is not None:
+        visible_BCT &= key_1T[None] >= starts_BC[:, :, None]
+    scores_BGMCT = jnp.where(visible_BCT[:, None, None], scores_BGMCT * K**-0.5, MASKED)
     probs_BGMCT = jax.nn.softmax(scores_BGMCT, axis=-1).astype(v_BTGK.dtype)
     out_BCGMK = jnp.einsum("BGMCT,BTGK->BCGMK", probs_BGMCT, v_BTGK)
     return out_BCGMK.reshape(B, C, H, K).astype(q_BCHK.dtype)

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plt
 
+from kernels_pallas.triton import load
+
 MASKED = -1e30
 
 type HeadState = tuple[jax.Array, jax.Array, jax.Array]
@@ -24,8 +26,18 @@ class Heads(ABC):
         """State before the first key."""
 
     @abstractmethod
-    def attend(self, state: Any, k: jax.Array, v: jax.Array, ok: jax.Array) -> Any:
-        """Adds a tile of keys, of which those with `ok` [block] count."""
+    def attend(
+        self,
+        state: Any,
+        k: jax.Array,
+        v: jax.Array,
+        ok: jax.Array,
+        scales: tuple[jax.Array, ...] = (),
+    ) -> Any:
+        """Adds a tile of keys, of which those with `ok` [block] count.
+
+        `scales` [block] are those of its keys and values, where these have one byte a number.
+        """
 
     @abstractmethod
     def attend_new(self, state: Any, k: jax.Array, v: jax.Array, ok: jax.Array) -> Any:
@@ -54,17 +66,24 @@ class VectorHeads(Heads):
 
     @override
     def attend(
-        self, state: tuple[HeadState, ...], k: jax.Array, v: jax.Array, ok: jax.Array
+        self,
+        state: tuple[HeadState, ...],
+        k: jax.Array,
+        v: jax.Array,
+        ok: jax.Array,
+        scales: tuple[jax.Array, ...] = (),
     ) -> tuple[HeadState, ...]:
         k, v = k.astype(jnp.float32), v.astype(jnp.float32)
         heads = []
         for q, (out, top, total) in zip(self.queries, state, strict=True):
-            score = jnp.where(ok, jnp.sum(k * q[None, :], axis=-1), MASKED)
+            score = jnp.sum(k * q[None, :], axis=-1)
+            score = jnp.where(ok, score * scales[0] if scales else score, MASKED)
             new_top = jnp.maximum(top, jnp.max(score))
             keep = jnp.exp(top - new_top)
             # With every key masked the difference is 0 and exp gives 1: hence the second where.
             p = jnp.where(ok, jnp.exp(score - new_top), 0.0)
-            out = out * keep + jnp.sum(p[:, None] * v, axis=0)
+            weight = p * scales[1] if scales else p
+            out = out * keep + jnp.sum(weight[:, None] * v, axis=0)
             heads.append((out, new_top, total * keep + jnp.sum(p)))
         return tuple(heads)
 
@@ -109,14 +128,25 @@ class DotHeads(Heads):
         return jnp.zeros((rows, lanes), jnp.float32), top, jnp.zeros((rows,), jnp.float32)
 
     @override
-    def attend(self, state: HeadState, k: jax.Array, v: jax.Array, ok: jax.Array) -> HeadState:
+    def attend(
+        self,
+        state: HeadState,
+        k: jax.Array,
+        v: jax.Array,
+        ok: jax.Array,
+        scales: tuple[jax.Array, ...] = (),
+    ) -> HeadState:
         out, top, total = state
+        k, v = k.astype(self.q.dtype), v.astype(self.q.dtype)
         score = plt.dot(self.q, k, trans_b=True) * self.scale
+        if scales:
+            score = score * scales[0][None, :]
         score = jnp.where(ok[None, :], score, MASKED)
         new_top = jnp.maximum(top, jnp.max(score, axis=-1))
         keep = jnp.exp(top - new_top)
         p = jnp.where(ok[None, :], jnp.exp(score - new_top[:, None]), 0.0)
-        out = out * keep[:, None] + plt.dot(p.astype(v.dtype), v)
+        weight = p * scales[1][None, :] if scales else p
+        out = out * keep[:, None] + plt.dot(weight.astype(v.dtype), v)
         return out, new_top, total * keep + jnp.sum(p, axis=-1)
 
     @override
@@ -143,11 +173,6 @@ class DotHeads(Heads):
 def make_heads(q_ref: Any, M: int, K: int, *, use_dot: bool) -> Heads:
     """The group's heads, with its queries loaded."""
     return DotHeads(q_ref, M, K) if use_dot else VectorHeads(q_ref, M, K)
-
-
-def load(ref: Any, mask: jax.Array | None) -> jax.Array:
-    """Loads a ref, with zeros where the mask is False."""
-    return ref[...] if mask is None else plt.load(ref, mask=mask, other=0.0)
 
 
 def _finish(out, top, total, divisor):

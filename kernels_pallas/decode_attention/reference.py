@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels_pallas.decode_attention.narrow import narrowed, widened
+
 MASKED = -1e30
 
 
@@ -14,12 +16,35 @@ def decode_attention(
     positions_B: jax.Array,
     k_cache_BGSK: jax.Array,
     v_cache_BGSK: jax.Array,
-    *,
+    *scales_BGS: jax.Array,
     window: int | None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """See api.decode_attention. Reads the whole cache whatever the positions are."""
+    if scales_BGS:
+        caches = [
+            _append_narrow(cache, scale, new, positions_B)
+            for cache, scale, new in zip(
+                (k_cache_BGSK, v_cache_BGSK), scales_BGS, (k_BGK, v_BGK), strict=True
+            )
+        ]
+        k_wide, v_wide = (widened(*cache) for cache in caches)
+        out = _attend(q_BHK, positions_B, k_wide, v_wide, window)
+        (k_cache_BGSK, k_scale_BGS), (v_cache_BGSK, v_scale_BGS) = caches
+        return out, k_cache_BGSK, v_cache_BGSK, k_scale_BGS, v_scale_BGS
     k_cache_BGSK = _append(k_cache_BGSK, k_BGK, positions_B)
     v_cache_BGSK = _append(v_cache_BGSK, v_BGK, positions_B)
+    out = _attend(q_BHK, positions_B, k_cache_BGSK, v_cache_BGSK, window)
+    return out, k_cache_BGSK, v_cache_BGSK
+
+
+def _attend(
+    q_BHK: jax.Array,
+    positions_B: jax.Array,
+    k_cache_BGSK: jax.Array,
+    v_cache_BGSK: jax.Array,
+    window: int | None,
+) -> jax.Array:
+    """Attention of each row to what its cache holds up to its position."""
     B, H, K = q_BHK.shape
     G, S = k_cache_BGSK.shape[1:3]
     q_BGMK = q_BHK.reshape(B, G, H // G, K)
@@ -35,7 +60,33 @@ def decode_attention(
     # Positions not yet written may hold NaN, and 0 * NaN is NaN.
     v_BGSK = jnp.where(visible_BS[:, None, :, None], v_cache_BGSK, 0)
     out_BGMK = jnp.einsum("BGMS,BGSK->BGMK", probs_BGMS, v_BGSK.astype(jnp.float32))
-    return out_BGMK.reshape(B, H, K).astype(q_BHK.dtype), k_cache_BGSK, v_cache_BGSK
+    return out_BGMK.reshape(B, H, K).astype(q_BHK.dtype)
+
+
+def decode_attention_fused(
+    qkv_BGEK: jax.Array,
+    positions_B: jax.Array,
+    k_cache_BGSK: jax.Array,
+    v_cache_BGSK: jax.Array,
+    *scales_BGS: jax.Array,
+    window: int | None,
+) -> tuple[jax.Array, ...]:
+    """See api.decode_attention_fused."""
+    B, _, _, K = qkv_BGEK.shape
+    q_BGMK, k_BGK, v_BGK = qkv_BGEK[:, :, :-2], qkv_BGEK[:, :, -2], qkv_BGEK[:, :, -1]
+    return decode_attention(
+        q_BGMK.reshape(B, -1, K), k_BGK, v_BGK, positions_B, k_cache_BGSK, v_cache_BGSK,
+        *scales_BGS, window=window,
+    )  # fmt: skip
+
+
+def _append_narrow(
+    cache_BGSK: jax.Array, scale_BGS: jax.Array, new_BGK: jax.Array, positions_B: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Writes the rounded token and its scale."""
+    values_BGK, new_scale_BG = narrowed(new_BGK, cache_BGSK.dtype)
+    scale_BGS1 = _append(scale_BGS[..., None], new_scale_BG[..., None], positions_B)
+    return _append(cache_BGSK, values_BGK, positions_B), scale_BGS1[..., 0]
 
 
 def _append(cache_BGSK: jax.Array, new_BGK: jax.Array, positions_B: jax.Array) -> jax.Array:

@@ -21,6 +21,8 @@ def token_logprob(
     valid_vocab: int,
     chunk: int,
     temperature: float = 1.0,
+    vocab_axis: str | None = None,
+    keep_probs: bool = False,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(logprob_N, entropy_N) in fp32 of softmax(hidden unembed^T / temperature), differentiable.
@@ -33,12 +35,17 @@ def token_logprob(
       chunk: rows of logits held at a time: chunk * V * 4 bytes. Larger chunks spend less time on
         adding up the gradient of the unembedding (V * D * 4 bytes, once a chunk).
       temperature: positive; divides the logits.
+      vocab_axis: inside shard_map, the mesh axis that rows of the unembedding are sharded over (in
+        equal blocks, in order); hidden and targets are the same along it, and so are the results.
+        `valid_vocab` and targets count in the whole vocabulary.
+      keep_probs: the backward pass is given probabilities (N * V numbers in hidden's dtype) and
+        needs two matrix products in place of three. Has no effect without a gradient.
       implementation: "chunked" | "reference"; None takes chunked.
 
     Raises:
       ValueError: shapes, dtypes or options do not fit together.
     """
-    _check(hidden_ND, unembed_VD, targets_N, valid_vocab, chunk, temperature)
+    _check(hidden_ND, unembed_VD, targets_N, valid_vocab, chunk, temperature, vocab_axis)
     return dispatch.run(
         "token_logprob",
         IMPLEMENTATIONS,
@@ -50,6 +57,8 @@ def token_logprob(
         valid_vocab=valid_vocab,
         chunk=chunk,
         temperature=temperature,
+        vocab_axis=vocab_axis,
+        keep_probs=keep_probs,
     )
 
 
@@ -60,6 +69,7 @@ def _check(
     valid_vocab: int,
     chunk: int,
     temperature: float,
+    vocab_axis: str | None,
 ) -> None:
     hidden, unembed, targets = hidden_ND.shape, unembed_VD.shape, targets_N.shape
     fits = len(hidden) == len(unembed) == 2 and hidden[1] == unembed[1] and targets == hidden[:1]
@@ -75,9 +85,10 @@ def _check(
         )
     if not jnp.issubdtype(targets_N.dtype, jnp.integer):
         raise ValueError(f"token_logprob: targets are {targets_N.dtype}; use integers")
-    if not 1 <= valid_vocab <= unembed[0]:
+    columns = unembed[0] * (1 if vocab_axis is None else jax.lax.axis_size(vocab_axis))
+    if not 1 <= valid_vocab <= columns:
         raise ValueError(
-            f"token_logprob: valid_vocab={valid_vocab}; use 1..{unembed[0]} (rows of unembed)"
+            f"token_logprob: valid_vocab={valid_vocab}; use 1..{columns} (rows of unembed)"
         )
     if chunk < 1:
         raise ValueError(f"token_logprob: chunk={chunk}; use at least 1")

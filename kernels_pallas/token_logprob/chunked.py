@@ -8,9 +8,13 @@ The derivative is written out, rather than left to jax.checkpoint, for two reaso
 of the unembedding is summed over chunks in fp32 (a scan's transpose sums it in the parameter's
 dtype), and the backward matrix products take the parameter's dtype (a transposed einsum with an
 fp32 result multiplies an fp32 cotangent with bf16 weights, in fp32).
+
+Where devices hold parts of the vocabulary, each sums over its own columns, and four numbers a row
+are summed over devices once, after the last chunk.
 """
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,6 +25,30 @@ from jax import lax
 MASKED = -1e30
 
 
+@dataclass(frozen=True)
+class Settings:
+    """See api.token_logprob."""
+
+    valid_vocab: int
+    chunk: int
+    temperature: float
+    vocab_axis: str | None
+    keep_probs: bool
+
+    def columns(self, unembed_VD: jax.Array) -> jax.Array:
+        """Numbers of this device's columns in the whole vocabulary, `[V]`."""
+        num_columns = unembed_VD.shape[0]
+        first = 0 if self.vocab_axis is None else lax.axis_index(self.vocab_axis) * num_columns
+        return first + jnp.arange(num_columns, dtype=jnp.int32)
+
+    def sum_over_devices(self, tree: Any) -> Any:
+        """Of what each has for its own columns."""
+        return tree if self.vocab_axis is None else lax.psum(tree, self.vocab_axis)
+
+    def max_over_devices(self, x: jax.Array) -> jax.Array:
+        return x if self.vocab_axis is None else lax.pmax(x, self.vocab_axis)
+
+
 def token_logprob(
     hidden_ND: jax.Array,
     unembed_VD: jax.Array,
@@ -29,6 +57,8 @@ def token_logprob(
     valid_vocab: int,
     chunk: int,
     temperature: float,
+    vocab_axis: str | None,
+    keep_probs: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """See api.token_logprob."""
     N = hidden_ND.shape[0]
@@ -36,52 +66,83 @@ def token_logprob(
     padding = -N % chunk
     hidden_ND = jnp.pad(hidden_ND, ((0, padding), (0, 0)))
     targets_N = jnp.pad(targets_N, (0, padding))
-    pair: Any = _chunked(hidden_ND, unembed_VD, targets_N, valid_vocab, chunk, temperature)
+    settings = Settings(valid_vocab, chunk, temperature, vocab_axis, keep_probs)
+    pair: Any = _chunked(hidden_ND, unembed_VD, targets_N, settings)
     logprob_N, entropy_N = pair
     return logprob_N[:N], entropy_N[:N]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _chunked(
-    hidden_ND: jax.Array,
-    unembed_VD: jax.Array,
-    targets_N: jax.Array,
-    valid_vocab: int,
-    chunk: int,
-    temperature: float,
+    hidden_ND: jax.Array, unembed_VD: jax.Array, targets_N: jax.Array, settings: Settings
 ) -> tuple[jax.Array, jax.Array]:
-    return _forward(hidden_ND, unembed_VD, targets_N, valid_vocab, chunk, temperature)[0]
+    return _values(hidden_ND, unembed_VD, targets_N, settings, keep=False)[:2]
 
 
-def _forward(hidden_ND, unembed_VD, targets_N, valid_vocab: int, chunk: int, temperature: float):
+def _values(hidden_ND, unembed_VD, targets_N, settings: Settings, *, keep: bool):
+    """Log-probabilities, entropies and log-sums `[N]`; where kept, exp(z - max) of this device's
+    columns by chunk and that max.
+    """
+    column_V = settings.columns(unembed_VD)
+    num_columns = len(column_V)
+
     def one_chunk(xs):
         hidden_CD, targets_C = xs
-        logits_CV = _logits(hidden_CD, unembed_VD, valid_vocab, temperature)
-        log_sum_C = jax.nn.logsumexp(logits_CV, axis=-1)
-        target_C1 = jnp.take_along_axis(logits_CV, targets_C[:, None], axis=-1, mode="clip")
-        probs_CV = jnp.exp(logits_CV - log_sum_C[:, None])
-        entropy_C = log_sum_C - jnp.sum(probs_CV * logits_CV, axis=-1)
-        return target_C1[:, 0] - log_sum_C, entropy_C, log_sum_C
+        logits_CV = _logits(hidden_CD, unembed_VD, column_V, settings)
+        max_C = logits_CV.max(axis=-1)
+        below_CV = logits_CV - max_C[:, None]
+        weights_CV = jnp.exp(below_CV)
+        own_C = targets_C - column_V[0]
+        target_C1 = jnp.take_along_axis(logits_CV, own_C[:, None], axis=-1, mode="clip")
+        target_C = jnp.where((own_C >= 0) & (own_C < num_columns), target_C1[:, 0], 0.0)
+        sums = weights_CV.sum(axis=-1), (weights_CV * below_CV).sum(axis=-1)
+        return (max_C, target_C, *sums), weights_CV.astype(hidden_CD.dtype) if keep else None
 
-    chunks = _split(hidden_ND, chunk), _split(targets_N, chunk)
-    results: tuple[jax.Array, ...] = lax.map(one_chunk, chunks)
-    logprob_N, entropy_N, log_sum_N = (x.reshape(-1) for x in results)
-    return (logprob_N, entropy_N), (hidden_ND, unembed_VD, targets_N, entropy_N, log_sum_N)
+    chunks = _split(hidden_ND, settings.chunk), _split(targets_N, settings.chunk)
+    found, weights = lax.map(one_chunk, chunks)
+    own_max_N, target_N, sum_N, moment_N = (x.reshape(-1) for x in found)
+    max_N = settings.max_over_devices(own_max_N)
+    below_N = own_max_N - max_N
+    scale_N = jnp.exp(below_N)
+    target_N, sum_N, moment_N = settings.sum_over_devices(
+        (target_N, scale_N * sum_N, scale_N * (moment_N + below_N * sum_N))
+    )
+    log_sum_N = max_N + jnp.log(sum_N)
+    entropy_N = jnp.log(sum_N) - moment_N / sum_N
+    return target_N - log_sum_N, entropy_N, log_sum_N, (weights, own_max_N) if keep else None
 
 
-def _backward(valid_vocab: int, chunk: int, temperature: float, residuals, cotangents):
-    hidden_ND, unembed_VD, targets_N, entropy_N, log_sum_N = residuals
-    column_1V = jnp.arange(unembed_VD.shape[0], dtype=targets_N.dtype)[None, :]
+def _forward(hidden_ND, unembed_VD, targets_N, settings: Settings):
+    logprob_N, entropy_N, log_sum_N, kept = _values(
+        hidden_ND, unembed_VD, targets_N, settings, keep=settings.keep_probs
+    )
+    return (logprob_N, entropy_N), (hidden_ND, unembed_VD, targets_N, entropy_N, log_sum_N, kept)
+
+
+def _backward(settings: Settings, residuals, cotangents):
+    hidden_ND, unembed_VD, targets_N, entropy_N, log_sum_N, kept = residuals
+    column_V = settings.columns(unembed_VD)
+    # Values are equal on all devices of `vocab_axis`: shard_map gives each a share of a cotangent.
+    cotangents = settings.sum_over_devices(cotangents)
+
+    def distribution(hidden_CD, log_sum_C, kept_C):
+        """Probabilities, and each times its logarithm."""
+        if kept_C is None:
+            logits_CV = _logits(hidden_CD, unembed_VD, column_V, settings)
+            logprobs_CV = logits_CV - log_sum_C[:, None]
+            probs_CV = jnp.exp(logprobs_CV)
+            return probs_CV, probs_CV * logprobs_CV
+        weights_CV, max_C = kept_C
+        probs_CV = weights_CV.astype(jnp.float32) * jnp.exp(max_C - log_sum_C)[:, None]
+        return probs_CV, jnp.where(probs_CV > 0, probs_CV * jnp.log(probs_CV), 0.0)
 
     def one_chunk(unembed_grad_VD, xs):
-        hidden_CD, targets_C, entropy_C, log_sum_C, to_logprob_C, to_entropy_C = xs
-        logits_CV = _logits(hidden_CD, unembed_VD, valid_vocab, temperature)
-        logprobs_CV = logits_CV - log_sum_C[:, None]
-        probs_CV = jnp.exp(logprobs_CV)
-        onehot_CV = (column_1V == targets_C[:, None]).astype(jnp.float32)
+        hidden_CD, targets_C, entropy_C, log_sum_C, to_logprob_C, to_entropy_C, kept_C = xs
+        probs_CV, terms_CV = distribution(hidden_CD, log_sum_C, kept_C)
+        onehot_CV = (column_V[None] == targets_C[:, None]).astype(jnp.float32)
         grad_CV = to_logprob_C[:, None] * (onehot_CV - probs_CV)
-        grad_CV -= to_entropy_C[:, None] * probs_CV * (logprobs_CV + entropy_C[:, None])
-        grad_CV = (grad_CV / temperature).astype(hidden_CD.dtype)
+        grad_CV -= to_entropy_C[:, None] * (terms_CV + entropy_C[:, None] * probs_CV)
+        grad_CV = (grad_CV / settings.temperature).astype(hidden_CD.dtype)
         hidden_grad_CD = jnp.einsum("CV,VD->CD", grad_CV, unembed_VD)
         unembed_grad_VD += jnp.einsum(
             "CV,CD->VD", grad_CV, hidden_CD, preferred_element_type=jnp.float32
@@ -89,10 +150,12 @@ def _backward(valid_vocab: int, chunk: int, temperature: float, residuals, cotan
         return unembed_grad_VD, hidden_grad_CD
 
     rows = (hidden_ND, targets_N, entropy_N, log_sum_N, *cotangents)
+    chunks = tuple(_split(x, settings.chunk) for x in rows)
+    if kept is not None:
+        weights_XCV, max_N = kept
+        kept = weights_XCV, _split(max_N, settings.chunk)
     unembed_grad_VD, hidden_grad = lax.scan(
-        one_chunk,
-        jnp.zeros(unembed_VD.shape, jnp.float32),
-        tuple(_split(x, chunk) for x in rows),
+        one_chunk, jnp.zeros(unembed_VD.shape, jnp.float32), (*chunks, kept)
     )
     return hidden_grad.reshape(hidden_ND.shape), unembed_grad_VD.astype(unembed_VD.dtype), None
 
@@ -100,11 +163,12 @@ def _backward(valid_vocab: int, chunk: int, temperature: float, residuals, cotan
 _chunked.defvjp(_forward, _backward)
 
 
-def _logits(hidden_CD: jax.Array, unembed_VD: jax.Array, valid_vocab: int, temperature: float):
+def _logits(hidden_CD, unembed_VD, column_V, settings: Settings) -> jax.Array:
     """fp32 logits / temperature with padded columns masked."""
     logits_CV = jnp.einsum("CD,VD->CV", hidden_CD, unembed_VD, preferred_element_type=jnp.float32)
-    column_1V = jnp.arange(unembed_VD.shape[0], dtype=jnp.int32)[None, :]
-    return jnp.where(column_1V < valid_vocab, logits_CV / temperature, MASKED)
+    return jnp.where(
+        column_V[None] < settings.valid_vocab, logits_CV / settings.temperature, MASKED
+    )
 
 
 def _split(x: jax.Array, chunk: int) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 def token_logprob(
@@ -12,9 +13,15 @@ def token_logprob(
     valid_vocab: int,
     chunk: int,
     temperature: float,
+    vocab_axis: str | None,
+    keep_probs: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """(logprob_N, entropy_N), fp32; `chunk` has no effect. Padded columns are cut off."""
-    del chunk
+    """(logprob_N, entropy_N), fp32; `chunk` and `keep_probs` have no effect. Padded columns are cut
+    off.
+    """
+    del chunk, keep_probs
+    if vocab_axis is not None:
+        unembed_VD = lax.all_gather(unembed_VD, vocab_axis, tiled=True)
     logits_NV = jnp.einsum(
         "ND,VD->NV", hidden_ND, unembed_VD[:valid_vocab], preferred_element_type=jnp.float32
     )

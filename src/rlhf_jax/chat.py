@@ -19,6 +19,7 @@ import tyro
 if TYPE_CHECKING:
     from rlhf_jax.inference.conversation import Conversation
     from rlhf_jax.inference.interrupts import Interrupts
+    from rlhf_jax.inference.pieces import Limit
     from rlhf_jax.inference.session import Model
 
 PROG = "python -m rlhf_jax.chat"
@@ -32,7 +33,7 @@ type Answer = Callable[[Sequence[int]], Generator[str]]
 class ChatConfig:
     """What to talk to, and how it answers."""
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A run's directory (its actor/, else its dpo/ or sft/), a Hugging Face directory, a GGUF file
     or a Hub name."""
     temperature: float = 0.7
@@ -55,7 +56,7 @@ class ChatConfig:
     """Tokens of history, question and answer together, at most; the model may have fewer."""
     turn_format: str | None = None
     """How a question is written, such as "Human: {} Assistant:"; \\n is a line break. By default as
-    the run's prompts were; else by the model's chat template; else "Human: {} Assistant:"."""
+    training asked it; else by the model's chat template; else "Human: {} Assistant:"."""
     mesh: str | None = None
     """FxT, such as 1x1 or 2x4; by default all visible devices."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -104,7 +105,7 @@ def chat(cfg: ChatConfig) -> None:
     interactive = sys.stdin.isatty()
     # ctrl-C in a script ends it, as everywhere; a person stops an answer, and leaves with a second.
     interrupts = Interrupts(enabled=interactive)
-    conversation, answer = prepare(cfg, model, interrupts)
+    conversation, answer, limit = prepare(cfg, model, interrupts)
     if interactive:
         greet(model.name, conversation)
     for question in questions(conversation, interactive):
@@ -122,6 +123,8 @@ def chat(cfg: ChatConfig) -> None:
             tell("(stopped)")
         elif interactive and not text.strip():
             tell("(an empty answer)")
+        elif interactive and limit.reached:
+            tell(f"(cut off: --max-new-tokens={limit.longest})")
         conversation.record(question, text)
 
 
@@ -144,10 +147,12 @@ def speak(pieces: Iterable[str]) -> str:
 
 def prepare(
     cfg: ChatConfig, model: "Model", interrupts: "Interrupts"
-) -> tuple["Conversation", Answer]:
-    """The empty conversation, and what turns a prompt into the pieces of an answer."""
+) -> tuple["Conversation", Answer, "Limit"]:
+    """The empty conversation, what turns a prompt into the pieces of an answer, and whether one
+    was cut off.
+    """
     from rlhf_jax.inference.conversation import SHORTEST_HISTORY, Conversation
-    from rlhf_jax.inference.pieces import text_pieces, until
+    from rlhf_jax.inference.pieces import Limit, text_pieces, until
     from rlhf_jax.inference.places import choose_form
 
     window = min(cfg.context, model.config.max_positions)
@@ -169,16 +174,17 @@ def prepare(
         min_p=cfg.min_p,
         repetition_penalty=cfg.repetition_penalty,
     )
-    seeds = count(cfg.seed)
+    seeds, limit = count(cfg.seed), Limit(longest, model.stop_ids)
 
     def answer(prompt: Sequence[int]) -> Generator[str]:
-        chunks = interrupts.until_one_comes(streamer.tokens(prompt, seed=next(seeds)))
+        tokens = limit.watch(streamer.tokens(prompt, seed=next(seeds)))
+        chunks = interrupts.until_one_comes(tokens)
         pieces = text_pieces(model.tokenizer, prompt, chunks, model.stop_ids)
         return until(pieces, form.next_turn) if form.next_turn else pieces
 
     conversation = Conversation(form.encode, streamer.room, window >= SHORTEST_HISTORY)
     conversation.system = cfg.system
-    return conversation, answer
+    return conversation, answer, limit
 
 
 def greet(name: str, conversation: "Conversation") -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_jax.cli import parse
-from rlhf_jax.cli.deepspeed_names import NOT_NEEDED, NOT_YET, REFUSED, RENAMED
+from rlhf_jax.cli.deepspeed_names import NOT_NEEDED, REFUSED, RENAMED
 from rlhf_jax.cli.fields import config_fields
 from rlhf_jax.cli.parse import resolve
 from rlhf_jax.stages.config import TrainConfig
@@ -144,6 +144,6 @@ def test_a_name_that_sets_two_fields_repeats_either() -> None:
 
 def test_every_name_is_documented() -> None:
     text = DOCS.read_text()
-    names = [full.rpartition(".")[2] for full in RENAMED] + [*NOT_NEEDED, *NOT_YET, *REFUSED]
+    names = [full.rpartition(".")[2] for full in RENAMED] + [*NOT_NEEDED, *REFUSED]
     missing = [name for name in names if f"`--{name.replace('_', '-')}`" not in text]
     assert missing == []

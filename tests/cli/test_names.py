@@ -119,12 +119,23 @@ def test_mistake_is_named(argv: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("flag", ["--offload", "--enable-mixed-precision-lora"])
-def test_flag_off_its_default_is_refused_while_it_is_not_implemented(flag: str) -> None:
+def test_offloading_belongs_to_the_running_stage() -> None:
+    assert changed("--step=3", "--offload") == {"step": (3,), "ppo.offload": True}
+    assert changed("--step=1", "--offload", "--optim=lion")["sft.optim"] == "lion"
+    with pytest.raises(ValueError, match=r"--offload could mean each of --sft.offload, "):
+        parse(["--offload"])
+
+
+def test_mixed_precision_lora_is_an_actor_in_int8() -> None:
+    given = "--enable-mixed-precision-lora", "--actor-lora-dim=8"
+    assert changed(*given)["ppo.actor_lora.load_in_8bit"] is True
+    with pytest.raises(ValueError, match="load_in_8bit: what trains cannot be in int8"):
+        parse(["--enable-mixed-precision-lora"])
+
+
+def test_what_is_refused_may_be_off() -> None:
     """Nothing that would change the result is taken in silence; what is off anyway may be said."""
-    with pytest.raises(ValueError, match="not implemented yet"):
-        parse([flag])
-    assert changed(f"{flag}=false") == {}
+    assert changed("--dropout=0") == {}
 
 
 @pytest.mark.parametrize(
@@ -193,6 +204,15 @@ def test_another_librarys_name_is_unknown_here_and_leads_to_one_that_is_known(na
         ("--ema.decay 0.9 --enable-ema", []),
         ("--recipe llama-2-7b-lora --sft.lora.only", []),
         ("--step 1 dpo --beta 0.2", []),
+        ("--recipe smollm2-gsm8k --actor-model a", []),
+        ("--step 3 --actor-model a --ppo.reward-model-weight 0 --reward-fn a:b", []),
+        (
+            "--recipe smollm2-gsm8k --reward-model a --reward.max-steps 9",
+            [
+                "--reward-model sets nothing: --ppo.reward-model-weight is 0.0",
+                "--reward.max-steps sets nothing: steps 1 and 3 run",
+            ],
+        ),
     ],
 )
 def test_a_flag_that_sets_nothing_is_said(argv: str, notes: list[str]) -> None:

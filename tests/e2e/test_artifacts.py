@@ -11,6 +11,8 @@ import pytest
 from meshes.layout import make_mesh, parse_mesh
 from rlhf_jax.cli import parse
 from rlhf_jax.hf.pretrained import find_pretrained
+from rlhf_jax.inference.conversation import Turn
+from rlhf_jax.inference.places import choose_form
 from rlhf_jax.models.params import store_layout
 from rlhf_jax.stages.run import startable
 
@@ -29,6 +31,18 @@ def test_metric_names_are_frozen(unbroken) -> None:
         if name not in ("stage", "step", "time")
     }
     assert sorted(found) == METRICS.read_text().splitlines()
+
+
+@pytest.mark.parametrize("name", ["sft", "reward", "actor", "critic"])
+def test_every_model_says_how_it_was_asked(unbroken, name) -> None:
+    """Away from the run too; the built-in data write their prompts so."""
+    model = find_pretrained(str(unbroken.directory / name), scalar=name in ("reward", "critic"))
+    form = choose_form(model.tokenizer, "elsewhere")
+    (_, prompt), *_ = unbroken.answers()
+    asked = prompt.removeprefix("Human: ").removesuffix(" Assistant:")
+    assert asked != prompt
+    assert form.encode([Turn(asked)], "") == model.tokenizer.encode(prompt)
+    assert not form.note
 
 
 def test_every_step_of_every_stage_is_logged(unbroken) -> None:

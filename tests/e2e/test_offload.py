@@ -60,3 +60,22 @@ def test_frozen_models_in_another_dtype(unbroken, small, run, placed, tmp_path) 
     kl = outcome.metrics()[("ppo", 0)]["eval/objective/kl"]
     assert 0 < abs(kl) < 0.05
     assert unbroken.metrics()[("ppo", 0)]["eval/objective/kl"] == pytest.approx(0, abs=1e-4)
+
+
+def test_optimizers_in_host_memory_change_no_number(
+    unbroken, small, run, same_metrics, tmp_path
+) -> None:
+    """Steps 1 and 3 once more, with actor and critic updated layer by layer from the host."""
+    changes = {
+        "step": (1, 3),
+        "mesh": "4x2",
+        "reward_model": str(unbroken.directory / "reward"),
+        "sft.offload": True,
+        "ppo.offload": True,
+        "ppo.ema.enable": True,
+    }
+    outcome = run(small(tmp_path / "run", changes))
+    rows = {key: row for key, row in unbroken.metrics().items() if key[0] in ("sft", "ppo")}
+    same_metrics(rows, outcome.metrics(), rtol=1e-4)
+    assert outcome.answers() == unbroken.answers()
+    assert (outcome.directory / "actor_ema" / "model.safetensors").is_file()

@@ -84,6 +84,32 @@ def test_a_weighted_blend_goes_on_where_it_stopped_and_a_tracker_gets_each_step_
     assert {step for name, step in sent if name == "sft/loss"} == {1, 2, 3, 4, 5, 6}
 
 
+def test_what_memory_decides_is_no_other_setting(small, run, interrupted_in, tmp_path) -> None:
+    """`auto` is what was asked for, whatever it became."""
+    changes = {"mesh": "1x1", "step": (1,), "sft.remat": "auto", "sft.max_steps": 2}
+    cfg = small(tmp_path / "run", changes)
+    with interrupted_in("sft", 1), pytest.raises(KeyboardInterrupt):
+        run(cfg)
+    resumed = run(replace(cfg, resume=True))
+    assert {step for _, step in resumed.metrics()} == {0, 1, 2}
+    assert "remat: auto" in (resumed.directory / "config.yaml").read_text()
+
+
+def test_packed_batches_stay_what_they_were_or_the_run_ends(
+    small, run, interrupted_in, same_metrics, tmp_path
+) -> None:
+    """In the second epoch. Fourteen sequences hold the 64 rows, and 8 devices share 16."""
+    changes = {"mesh": "1x1", "step": (1,), "sft.packing": True, "sft.batch_size": 64}
+    unbroken = run(small(tmp_path / "unbroken", changes))
+    cfg = small(tmp_path / "run", changes)
+    with interrupted_in("sft", 2), pytest.raises(KeyboardInterrupt):
+        run(cfg)
+    with pytest.raises(ValueError, match="of sft had 14 packed sequences and has 16 on"):
+        run(replace(cfg, mesh="8x1", resume=True))
+    resumed = run(replace(cfg, resume=True))
+    same_metrics(unbroken.metrics(), resumed.metrics(), rtol=1e-6)
+
+
 def test_what_was_trained_but_not_exported_is_evaluated_and_exported(
     run, small, unbroken, tmp_path, capsys
 ) -> None:

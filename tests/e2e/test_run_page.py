@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rlhf_jax.evaluation.run_page import BEGIN, END, page_with
@@ -72,6 +73,7 @@ def test_reward_functions_score_where_the_run_had_no_reward_model(unbroken, tmp_
 def test_a_page_is_renewed_around_what_people_wrote(measured) -> None:
     first = page_with([measured], "", "my-run")
     assert first.startswith("# my-run\n")
+    assert "![Curves of my-run](my-run.svg)" in first
     written = first.replace("# my-run", "# My run\n\nIt works.") + "\nMore.\n"
     second = dict(measured, seed=77)
     renewed = page_with([measured, second], written, "my-run")
@@ -80,6 +82,16 @@ def test_a_page_is_renewed_around_what_people_wrote(measured) -> None:
     assert renewed.count(BEGIN) == renewed.count(END) == 1
     assert "seed 77" not in written
     assert "| seed 77 |" in renewed
+
+
+def test_the_curves_are_those_of_the_run(unbroken, measured) -> None:
+    """Its few rows are all drawn."""
+    lines = {name: line for chart in measured["course"] for name, line in chart["lines"].items()}
+    rows = {step: row for (stage, step), row in unbroken.metrics().items() if stage == "ppo"}
+    for name in ("objective/scores", "objective/kl", "policy/entropy_avg", "eval/objective/kl"):
+        logged = [(step, row[name]) for step, row in rows.items() if name in row]
+        assert len(logged) > 1
+        np.testing.assert_allclose(lines[name], logged, rtol=1e-4)
 
 
 def test_a_run_without_a_policy_is_named(unbroken, tmp_path) -> None:

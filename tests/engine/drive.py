@@ -18,6 +18,7 @@ from rlhf_jax.engine.sampling import SamplingConfig
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.decoder import forward, gather_outer
 from rlhf_jax.models.layers import logits_from_hidden
+from rlhf_jax.models.narrow import Narrow
 from rlhf_jax.models.params import Params, ScalarModel, param_specs, scalar_specs
 from tests.models.cases import put_params, random_values
 
@@ -45,11 +46,17 @@ class Driver:
     inference_tp: int = 1
     stop_ids: tuple[int, ...] = ()
     dtype: DTypeLike = np.float32
+    slots: int | None = None
+    weights: Narrow = "same"
+    kv_cache: Narrow = "same"
 
     @cached_property
     def engine(self) -> HybridEngine:
         mesh = make_mesh(parse_mesh(self.mesh_name), self.inference_tp)
-        return HybridEngine(self.cfg, mesh, self.stop_ids)
+        return HybridEngine(
+            self.cfg, mesh, self.stop_ids,
+            slots=self.slots, weights=self.weights, kv_cache=self.kv_cache,
+        )  # fmt: skip
 
     @property
     def store(self) -> Layout:

@@ -23,6 +23,7 @@ from rlhf_jax.engine.sampling import SamplingConfig
 from rlhf_jax.models.decoder import forward
 from rlhf_jax.models.lora import LoRAConfig, adapted_specs, adapters_in, combine, split, trains
 from rlhf_jax.models.params import abstract_params, is_spec, layer_specs, param_specs
+from rlhf_jax.models.quantized import plain_spec
 from tests.meshes.compiled import (
     REMATERIALIZED,
     collectives,
@@ -46,10 +47,11 @@ def bytes_of(specs) -> int:
 
 LAYER_BYTES = bytes_of(layer_specs(MODEL))
 NONE, ADAPTERS = LoRAConfig(), LoRAConfig(dim=2, only=True)
-MATRIX_BYTES = sum(4 * math.prod(w.base_FD.shape) for _, w in adapters_in(
+MATRIX_BYTES = sum(4 * math.prod(plain_spec(w.base_FD).shape) for _, w in adapters_in(
     adapted_specs(param_specs(MODEL), MODEL, ADAPTERS)
 ))  # fmt: skip
 WEIGHTS = {"f32[384,128]", "f32[128,128]", "f32[512,128]"}
+WINNERS = f"s32[8,4,{B}]"
 SIDES, CORES = {"f32[384,6]", "f32[128,2]", "f32[512,2]"}, {"f32[6,128]", "f32[2,128]"}
 
 
@@ -112,9 +114,10 @@ def test_generate_reads_the_updates_own_buffers_where_layouts_agree(mesh, infere
 
 
 @pytest.mark.parametrize(("mesh", "inference_tp"), [("8x1", 8), ("1x8", 8)])
-def test_generate_gathers_logits_and_no_weight_where_layouts_agree(mesh, inference_tp):
+def test_generate_gathers_winners_and_no_weight_where_layouts_agree(mesh, inference_tp):
+    """Of each device's columns the likeliest token of every row: no logits, no weight."""
     program = generate_on(mesh, inference_tp)
-    assert gathered(program) == {f"f32[{B},{MODEL.padded_vocab}]"}
+    assert gathered(program) == {WINNERS}
     assert set(collectives(program)) == {"all-gather", "all-reduce"}
 
 
@@ -130,14 +133,14 @@ def test_generate_holds_one_gathered_copy_where_they_do_not():
 def test_adapters_in_decoding_cost_their_small_factors_and_no_weight():
     program = generate_on("8x1", 8, lora=ADAPTERS)
     assert temporary_bytes(program) < LAYER_BYTES / 8
-    assert gathered(program) == CORES | {f"f32[{B},{MODEL.padded_vocab}]"}
+    assert gathered(program) == CORES | {WINNERS}
 
 
 def test_merged_they_cost_one_copy_of_the_shards():
     """Merged where they lie: on every device its own part, which nothing gathers."""
     program = generate_on("8x1", 8, lora=ADAPTERS, merge=True)
     assert 1 <= temporary_bytes(program) / (MATRIX_BYTES / 8) < 1.5
-    assert gathered(program) == CORES | {f"f32[{B},{MODEL.padded_vocab}]"}
+    assert gathered(program) == CORES | {WINNERS}
 
 
 def test_where_every_device_decodes_alone_merged_weights_are_gathered_and_no_factor_with_them():

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax.data.batches import PromptBatch
 from rlhf_jax.engine import generate as generate_module
 from rlhf_jax.engine.generate import Rollout
 from rlhf_jax.engine.sampling import SamplingConfig
@@ -72,7 +71,7 @@ def padded() -> tuple[np.ndarray, Rollout]:
     """Which sample each row is, and answers to wider prompts with more filler, in another order."""
     batch = prompts(width=P + 5)
     order = np.array([4, 7, 0, 7, 2, 6, 5, 7, 1, 7, 3, 7])
-    wide = PromptBatch(*(getattr(batch, name)[order] for name in batch.__dataclass_fields__))
+    wide = jax.tree.map(lambda array: array[order], batch)
     wide = replace(wide, sample_ids_B=np.where(order == 7, 0, wide.sample_ids_B))
     return order, Driver(MODELS["opt"], stop_ids=STOPS).generate(SAMPLED, wide)
 

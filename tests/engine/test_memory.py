@@ -20,15 +20,17 @@ from jax.experimental import topologies
 
 from meshes.layout import Layout, make_mesh, parse_mesh
 from rlhf_jax.data.batches import PromptBatch, TextBatch
-from rlhf_jax.engine.generate import Decoding, generate
-from rlhf_jax.engine.memory import ModelMemory, Rows
+from rlhf_jax.engine.generate import Decoding, for_decoding, generate
+from rlhf_jax.engine.memory import ModelMemory, Rows, leaf_bytes
 from rlhf_jax.engine.optimizer import OptimizerConfig, make_optimizer
 from rlhf_jax.engine.ppo_step import ModelOnMesh, answer_logprobs
 from rlhf_jax.engine.sampling import SamplingConfig
+from rlhf_jax.engine.slots import generate_in_slots
 from rlhf_jax.engine.state import create_state
 from rlhf_jax.engine.step import train_step
-from rlhf_jax.models.decoder import Remat, forward
+from rlhf_jax.models.decoder import Remat, forward, prefill
 from rlhf_jax.models.lora import LoRAConfig
+from rlhf_jax.models.narrow import Narrow
 from rlhf_jax.models.opt import SIZES
 from rlhf_jax.models.params import abstract_params
 from rlhf_jax.models.scoring import score_tokens
@@ -58,7 +60,8 @@ def train_program(model: ModelMemory, rows: Rows, remat: Remat, num_parts: int) 
 
     def loss(params: Any, batch: Any) -> Any:
         hidden = forward(params, batch.tokens_BT, cfg, layout, remat=remat)
-        logprobs, _ = score_tokens(params, hidden[:, :-1], batch.tokens_BT[:, 1:], cfg, layout)
+        scored = hidden[:, :-1], batch.tokens_BT[:, 1:]
+        logprobs, _ = score_tokens(params, *scored, cfg, layout, remat=remat)
         return -logprobs.mean(), {}
 
     step = partial(
@@ -114,11 +117,13 @@ def test_layers_add_their_gradients_and_inputs() -> None:
     assert found == pytest.approx(predicted, rel=0.2)
 
 
-def generate_program(model: ModelMemory, rows: Rows) -> Any:
+def generate_program(
+    model: ModelMemory, rows: Rows, slots: int | None = None, **narrow: Any
+) -> Any:
     """The memory of a generation, as XLA sees it."""
     layout, prompt = model.rollout, rows.length - rows.counted
     sampling = SamplingConfig(max_new_tokens=rows.counted)
-    decoding = Decoding(model.cfg, layout, sampling, ())
+    decoding = Decoding(model.cfg, layout, sampling, (), **narrow)
     counts = array(layout, (rows.rows,))
     prompts = PromptBatch(
         array(layout, (rows.rows, prompt)), counts, counts,
@@ -128,7 +133,8 @@ def generate_program(model: ModelMemory, rows: Rows) -> Any:
     key = jax.ShapeDtypeStruct((), key.dtype, sharding=layout.sharding())
     with jax.set_mesh(model.store.mesh):
         params = abstract_params(model.specs, model.store, model.dtype)
-        program = jax.jit(lambda p, b, k: generate(p, b, decoding, key=k))
+        run = generate if slots is None else partial(generate_in_slots, num_slots=slots)
+        program = jax.jit(lambda p, b, k: run(p, b, decoding=decoding, key=k))
         return program.lower(params, prompts, key).compile().memory_analysis()
 
 
@@ -149,7 +155,10 @@ GPU = 0.1
 """Of arguments and temporary memory together, as docs/memory.md says."""
 
 
-@pytest.mark.parametrize(("remat", "num_parts"), [("full", 1), ("full", 4), ("dots", 2)])
+@pytest.mark.parametrize(
+    ("remat", "num_parts"),
+    [("full", 1), ("full", 4), ("matrices", 1), ("mlp", 1), ("dots", 2), ("none", 1)],
+)
 def test_a_train_step_on_a_gpu(h200: Any, remat: Remat, num_parts: int) -> None:
     model, rows = trained(h200, REAL, BFLOAT16, fused=True), replace(ROWS, counted=511)
     found = train_program(model, rows, remat, num_parts)
@@ -164,6 +173,16 @@ def test_generation_on_a_gpu(h200: Any) -> None:
     model = trained(h200, REAL, BFLOAT16, fused=True)
     found = generate_program(model, ROWS)
     predicted = model.weights() + model.generating(ROWS)
+    assert found.argument_size_in_bytes + found.temp_size_in_bytes == pytest.approx(
+        predicted, rel=GPU
+    )
+
+
+@pytest.mark.parametrize("slots", [32, 128])
+def test_generation_in_slots_on_a_gpu(h200: Any, slots: int) -> None:
+    model, rows = trained(h200, REAL, BFLOAT16, fused=True), replace(ROWS, rows=512)
+    found = generate_program(model, rows, slots)
+    predicted = model.weights() + model.generating(rows, slots=slots)
     assert found.argument_size_in_bytes + found.temp_size_in_bytes == pytest.approx(
         predicted, rel=GPU
     )
@@ -194,6 +213,65 @@ def test_layers_add_cache_and_copy_to_generation(mesh: str) -> None:
     predicted = many.generating(rows) - few.generating(rows)
     found = [generate_program(model, rows).temp_size_in_bytes for model in (few, many)]
     assert found[1] - found[0] == pytest.approx(predicted, rel=0.2)
+
+
+def test_layers_add_the_cache_of_slots_and_not_of_the_batch() -> None:
+    """Two more layers, a quarter of the rows. Within 20 %."""
+    few, rows, slots = trained(mesh_of("1x1")), Rows(B, 32, 24), B // 4
+    many = replace(few, cfg=replace(MODEL, num_layers=4))
+    predicted = many.generating(rows, slots=slots) - few.generating(rows, slots=slots)
+    assert predicted == (many.cache(rows) - few.cache(rows)) / 4
+    found = [generate_program(model, rows, slots).temp_size_in_bytes for model in (few, many)]
+    assert found[1] - found[0] == pytest.approx(predicted, rel=0.2)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("mesh", ["1x1", "8x1"])
+def test_rounded_copy_and_cache_are_as_many_bytes_as_their_arrays(mesh: Any, kind: Narrow) -> None:
+    """Shard by shard, of the arrays that a rollout makes: matrices, their scales, and the rest of
+    the weights where they are gathered.
+    """
+    mesh = mesh_of(mesh)
+    model, rows = replace(trained(mesh), dtype=BFLOAT16), Rows(B, 32, 24)
+    layout, cfg = model.rollout, model.cfg
+    decoding = Decoding(cfg, layout, SamplingConfig(), (), weights=kind)
+
+    def run(params: Any, tokens: jax.Array) -> Any:
+        params = for_decoding(params, decoding)
+        return params, prefill(params, tokens, rows.length, cfg, layout, kind)[1]
+
+    with jax.set_mesh(mesh):
+        params = abstract_params(model.specs, model.store, BFLOAT16)
+        copy, kv_cache = jax.eval_shape(run, params, array(layout, (rows.rows, 8)))
+
+    def on_one_device(*leaves: Any) -> int:
+        sizes = [np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves]
+        return int(sum(sizes))
+
+    rounded = [leaf for leaf in jax.tree.leaves(copy) if leaf.dtype.itemsize == 1]
+    scales = [leaf for leaf in jax.tree.leaves(copy) if leaf.dtype == FLOAT32]
+    assert (len(rounded), len(scales)) == (4 * cfg.num_layers,) * 2
+    gathered = model.rollout_copy()
+    plain = sum(
+        leaf_bytes(layout, spec, 2)
+        for layer in model.specs.layers
+        for spec in (layer.qkv_ED, layer.out_ED, layer.up_FD, layer.down_FD)
+    )
+    rest = gathered - plain if gathered else 0
+    assert rest >= 0
+    assert model.rollout_copy(kind) == on_one_device(*rounded, *scales) + rest
+    assert model.cache(rows, kind) == on_one_device(*jax.tree.leaves(kv_cache))
+    more = model.generating(rows, weights=kind, kv_cache=kind) - model.generating(rows)
+    assert more < 0.75 * plain - 0.4 * model.cache(rows)
+
+
+def test_rounded_generation_on_a_gpu(h200: Any) -> None:
+    model = trained(h200, REAL, BFLOAT16, fused=True)
+    found = generate_program(model, ROWS, weights="int8", kv_cache="int8")
+    predicted = model.weights() + model.generating(ROWS, weights="int8", kv_cache="int8")
+    assert found.argument_size_in_bytes + found.temp_size_in_bytes == pytest.approx(
+        predicted, rel=GPU
+    )
 
 
 def test_adapters_leave_matrices_out_of_the_state() -> None:

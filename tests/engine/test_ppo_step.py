@@ -120,6 +120,26 @@ def test_log_probabilities_and_values_are_read_where_they_predict_the_token(tole
                 np.testing.assert_allclose(got, expected, **tolerance(np.float32))
 
 
+def test_a_threshold_weights_actions_by_training_over_rollout(tolerance):
+    """The rest of the experience stays as it is without."""
+    plain, plain_metrics = scored(SCORING)
+    experience, metrics = scored(replace(SCORING, rollout_is_threshold=0.03))
+    assert plain.weights_BR is None
+    inside = np.arange(R) < LENGTHS[:, None]
+    ratio = np.exp(experience.logprobs_BR - rollout().logprobs_BR)
+    expected = np.where(inside, np.minimum(ratio, 0.03), 1)
+    np.testing.assert_allclose(np.asarray(experience.weights_BR), expected, **tolerance(np.float32))
+    cut = (ratio > 0.03)[inside].mean()
+    assert 0 < cut < 1
+    np.testing.assert_allclose(metrics["rollout/is_truncated"], cut, rtol=1e-6)
+    leaves = [jax.tree.leaves(e) for e in (replace(experience, weights_BR=None), plain)]
+    for one, other in zip(*leaves, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert metrics.keys() - plain_metrics.keys() == {
+        "rollout/is_weight_mean", "rollout/is_truncated",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("train_eos", [True, False])
 def test_the_reward_is_read_at_the_last_token_or_before_an_untrained_stop(train_eos, tolerance):
     reward = RewardSettings(train_eos=train_eos)

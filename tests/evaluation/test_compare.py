@@ -8,7 +8,7 @@ import pytest
 
 import rlhf_jax
 from rlhf_jax.evaluate import main
-from rlhf_jax.evaluation.compare import verdict
+from rlhf_jax.evaluation.compare import longest_answer, verdict
 from rlhf_jax.evaluation.reading import DEFAULT_PROMPTS
 
 FLAGS = ("--mesh=1x1", "--turn-format={}", "--max-new-tokens=6")
@@ -20,11 +20,11 @@ def compared(directory_of, tmp_path):
     """A function that compares the golden Llama and Mistral, and returns the report."""
     (tmp_path / "prompts.txt").write_text("\n".join([*PROMPTS, "", "w5 " * 60]))
 
-    def run(*argv: str) -> dict:
+    def run(*argv: str, flags: tuple[str, ...] = FLAGS) -> dict:
         names = [str(directory_of(name)) for name in ("llama", "mistral")]
         target = tmp_path / "report.json"
         given = (f"--prompts={tmp_path / 'prompts.txt'}", f"--output={target}")
-        assert main(["compare", *names, *FLAGS, *given, *argv]) == 0
+        assert main(["compare", *names, *flags, *given, *argv]) == 0
         return json.loads(target.read_text())
 
     return run
@@ -85,6 +85,31 @@ def test_a_model_against_itself_ties(compared, directory_of, tmp_path, capsys) -
     assert "no chat template" in capsys.readouterr().out
 
 
+def test_without_a_limit_answers_have_the_room_that_prompts_leave(compared, capsys) -> None:
+    """The prompt of 61 tokens leaves 3 of 64 and is left out; of the others the longest has 4."""
+    report = compared(flags=FLAGS[:2])
+    assert report["settings"]["max_new_tokens"] == 64 - 4
+    assert report["left_out"] == {"over_length": 1}
+    assert "answers of at most 60 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("positions", "lengths", "longest"),
+    [
+        (64, [10, 48], 16),
+        (64, [10, 49], 54),
+        (64, [49], 16),
+        (2048, [10, 1948], 100),
+        (2048, [10, 1949], 100),
+        (150, [100, 113], 37),
+        (2, [1], 1),
+    ],
+)
+def test_the_room_for_an_answer(positions: int, lengths: list[int], longest: int) -> None:
+    """100 tokens at most; a prompt that leaves less than a quarter of the positions is no limit."""
+    assert longest_answer(positions, [[0] * length for length in lengths]) == longest
+
+
 def test_wins_ties_and_losses() -> None:
     found = verdict(np.array([1.0, 2.0, 3.0, 4.0]), np.array([2.0, 2.0, 2.0, 6.0]), seed=0)
     assert (found["wins"], found["ties"], found["losses"]) == (2, 1, 1)
@@ -100,10 +125,15 @@ def test_wins_ties_and_losses() -> None:
         (["{llama}", "{llama}", "--prompts={dir}/empty.txt"], "is empty: write a prompt"),
         (["{llama}", "{llama}", "--prompts={dir}/none.txt"], "no such file"),
         (["{llama}", "{llama}", "--max-new-tokens=64"], "leaves no room for a prompt"),
+        (
+            ["{llama}", "{llama}", "--prompts={dir}/long.txt"],
+            "beside an answer of 16 tokens none fits into the 64 positions",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_explained(argv, message, directory_of, tmp_path, capsys) -> None:
     (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "long.txt").write_text("w5 " * 48)
     places = {
         "dir": tmp_path,
         "llama": directory_of("llama"),

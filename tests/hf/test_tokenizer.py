@@ -7,7 +7,13 @@ from dataclasses import replace
 import pytest
 
 from rlhf_jax.data.byte_tokenizer import BOS_ID, EOS_ID, VOCAB_ROWS, byte_tokenizer
-from rlhf_jax.hf.tokenizer import choose_pad_id, load_tokenizer, with_pad_id
+from rlhf_jax.hf.tokenizer import (
+    choose_pad_id,
+    load_tokenizer,
+    turn_format_of,
+    with_pad_id,
+    with_turn_format,
+)
 from rlhf_jax.models.families import SIZES
 
 OPT = SIZES["facebook/opt-125m"]
@@ -104,3 +110,18 @@ def test_pad_ids_are_never_stop_ids():
     tiny = replace(OPT, vocab_size=2, bos_token_id=None, eos_token_id=(0, 1), pad_token_id=None)
     with pytest.raises(ValueError, match="none is left for pads"):
         choose_pad_id(tiny, None)
+
+
+@pytest.mark.parametrize("name", ["opt-tokenizer", "smollm2-135m-instruct"])
+def test_a_saved_tokenizer_says_how_the_model_was_asked(name, shared_data, tmp_path):
+    """It reads text as before, a copy for a reward model says it too, and it can be taken out."""
+    tokenizer, asked = load_tokenizer(shared_data(name)), "\n\nHuman: {}\n\nAssistant:"
+    assert turn_format_of(tokenizer) is None
+    noted = with_turn_format(tokenizer, asked)
+    assert turn_format_of(tokenizer) is None
+    with_pad_id(noted, 7).save_pretrained(str(tmp_path))
+    loaded = load_tokenizer(tmp_path)
+    assert turn_format_of(loaded) == asked
+    assert loaded.encode("Human: a") == tokenizer.encode("Human: a")
+    assert turn_format_of(with_turn_format(loaded, None)) is None
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["turn_format"] == asked

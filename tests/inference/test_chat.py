@@ -11,7 +11,7 @@ import pytest
 from rlhf_jax import chat
 from rlhf_jax.chat import main
 from rlhf_jax.inference.interrupts import Interrupts
-from rlhf_jax.inference.places import find_policy, trained_turn_format, turn_format_of
+from rlhf_jax.inference.places import find_policy, sampled_turn_format
 from rlhf_jax.inference.streaming import TOKENS_A_CALL, Streamer
 
 FLAGS = ("--mesh=1x1", "--temperature=0", "--max-new-tokens=8", "--turn-format={}")
@@ -66,12 +66,13 @@ def test_sampling_flags_and_seeds_are_those_of_generate(llama, run_directory, pi
 def test_ctrl_c_stops_an_answer_and_not_the_program(
     run_directory, llama, monkeypatch, capsys
 ) -> None:
-    """The second question is answered; on a terminal alone."""
-    lines = iter(["w10 w11", "w40", None])
+    """The other questions are answered, as far as the limit lets them; on a terminal alone."""
+    asked = ["w10 w11", "w40", "w80"]
+    lines = iter([*asked, None])
     monkeypatch.setattr(chat, "read_line", lambda interactive: next(lines))
     monkeypatch.setattr("sys.stdin", io.StringIO())
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-    first, whole = iter([True, False]), Streamer.tokens
+    first, whole = iter([True, False, False]), Streamer.tokens
 
     def tokens(self, prompt, *, seed):
         interrupted = next(first)
@@ -86,14 +87,13 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(
     assert main([str(run_directory), *flags]) == 0
     assert signal.getsignal(signal.SIGINT) is before
     out, err = capsys.readouterr()
-    stopped, second = out.splitlines()
-    one, two = llama.generate(
-        ["w10 w11", "w40"], max_new_tokens=24, temperature=0.0, prompt_length=40
-    )
+    stopped, *others = out.splitlines()
+    one, *rest = llama.generate(asked, max_new_tokens=24, temperature=0.0, prompt_length=40)
     assert one.text.split()[:TOKENS_A_CALL] == stopped.split()
     assert len(one.text.split()) > TOKENS_A_CALL
-    assert second == two.text.strip()
-    assert "(stopped)" in err.splitlines()
+    assert others == [answer.text.strip() for answer in rest]
+    assert [answer.stopped for answer in rest] == [True, False]
+    assert err.splitlines()[-2:] == ["(stopped)", "(cut off: --max-new-tokens=24)"]
 
 
 def test_a_second_ctrl_c_leaves() -> None:
@@ -116,27 +116,12 @@ def test_ctrl_c_in_a_script_ends_it() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "turn_format"),
-    [
-        ("Human: start of oukn Assistant:", "Human: {} Assistant:"),
-        ("\n\nHuman: a\nb\n\nAssistant: c\n\nHuman: d\n\nAssistant:",
-         "\n\nHuman: {}\n\nAssistant:"),
-        ("Be kind.\n\nHuman: a\n\nAssistant:", "\n\nHuman: {}\n\nAssistant:"),
-        ("<|im_start|>user\nHuman: x<|im_end|>", ""),
-        ("Once upon", ""),
-    ],
-)  # fmt: skip
-def test_a_transcript_shows_how_questions_are_written(prompt, turn_format) -> None:
-    assert turn_format_of(prompt) == turn_format
-
-
 def test_a_run_is_asked_as_it_was_trained(run_directory, pipe, capsys) -> None:
     """Its sample tables show how; a half-written last line is not read."""
     (run_directory / "samples").mkdir()
     row = json.dumps({"prompt": "Human: w10 Assistant:", "answer": "w11"})
     (run_directory / "samples" / "ppo.jsonl").write_text(row + "\n" + row[:9])
-    assert trained_turn_format(str(run_directory / "sft")) == "Human: {} Assistant:"
+    assert sampled_turn_format(str(run_directory / "sft")) == "Human: {} Assistant:"
     pipe("w10\n")
     assert main([str(run_directory), "--mesh=1x1", "--max-new-tokens=8"]) == 0
     assert "no chat template" not in capsys.readouterr().err

@@ -30,20 +30,22 @@ def test_a_question_has_the_ids_of_the_quickstart_s_prompts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("turn_format", "text"),
+    ("turn_format", "gap"),
     [
-        ("Human: {} Assistant:", "Human: a Assistant: b Human: c Assistant:"),
-        ("\n\nHuman: {}\n\nAssistant:", "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"),
+        ("Human: {} Assistant:", " "),
+        ("Human: {}\nAssistant:", "\n"),
+        ("\n\nHuman: {}\n\nAssistant:", ""),
     ],
 )
-def test_turns_stand_behind_each_other(turn_format: str, text: str) -> None:
+def test_turns_stand_behind_each_other(turn_format: str, gap: str) -> None:
+    """What stands between them the format says itself, or it is what stands before an answer."""
     tokenizer = byte_tokenizer()
-    encode = by_turns(tokenizer, turn_format).encode
-    turns = [Turn("a", " b\n"), Turn("c")]
-    assert encode(turns, "") == tokenizer.encode(text)
-    gap = "" if turn_format[0].isspace() else " "
-    assert encode(turns, "Be kind.") == tokenizer.encode("Be kind." + gap + text)
-    assert by_turns(tokenizer, turn_format).next_turn == "Human:"
+    form = by_turns(tokenizer, turn_format)
+    first, second = (turn_format.replace("{}", question) for question in "ac")
+    turns, text = [Turn("a", " b\n"), Turn("c")], f"{first} b{gap}{second}"
+    assert form.encode(turns, "") == tokenizer.encode(text)
+    assert form.encode(turns, "Be kind.") == tokenizer.encode("Be kind." + gap + text)
+    assert form.next_turn == "Human:"
 
 
 def test_a_question_written_as_a_transcript_is_taken_as_it_is() -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from rlhf_jax.data.byte_tokenizer import EOS_ID, byte_tokenizer
 from rlhf_jax.inference.answers import text_behind
-from rlhf_jax.inference.pieces import BROKEN, text_pieces, trimmed, until
+from rlhf_jax.inference.pieces import BROKEN, Limit, text_pieces, trimmed, until
 
 TEXT = "naïve 🙂 café — 日本語!"
 
@@ -54,3 +54,20 @@ def test_white_space_around_an_answer_is_left_out(size: int) -> None:
         pieces = list(trimmed(text[n : n + size] for n in range(0, len(text), size)))
         assert "".join(pieces) == text.strip()
         assert all(pieces)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "reached"),
+    [
+        ([[5, 6], [7, 8]], True),
+        ([[5, 6], [7, EOS_ID]], False),
+        ([[5, 6], [7]], False),
+        ([[5, EOS_ID]], False),
+    ],
+)
+def test_an_answer_is_cut_off_where_it_has_no_end(chunks: list[list[int]], reached: bool) -> None:
+    limit = Limit(4, (EOS_ID,))
+    assert list(limit.watch(chunks)) == chunks
+    assert limit.reached == reached
+    next(limit.watch(chunks))
+    assert not limit.reached, "nobody waited for the end"

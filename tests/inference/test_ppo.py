@@ -69,6 +69,15 @@ def test_the_function_is_shown_real_rows_and_its_mean_is_the_score(learned) -> N
     assert scored["response_length/mean"] == pytest.approx(np.mean(lengths), rel=1e-6)
 
 
+def test_slots_change_no_metric(learned, directory_of) -> None:
+    """Four rows of seven decode at once: the same answers, scores and losses."""
+    mesh = "1x1" if learned["policy"].mesh.size == 1 else "4x2"
+    policy = rlhf_jax.load(directory_of("llama"), mesh=mesh)
+    ppo = rlhf_jax.PPO(policy, Judge(), replace(CONFIG, rollout_slots=4))
+    metrics = ppo.step(PROMPTS, level=list(range(7)))
+    assert metrics == pytest.approx(learned["metrics"][0], rel=1e-4, abs=1e-6)
+
+
 def test_the_policy_learns_what_the_function_rewards(learned) -> None:
     """By its own samples afterwards, not only by the metrics of training."""
     scores = [row["objective/scores"] for row in learned["metrics"]]
@@ -130,6 +139,7 @@ def test_what_cannot_train_is_said_before_anything_compiles(directory_of, llama,
     other_words = rlhf_jax.load("quickstart", mesh="1x1")
     cases = [
         (llama, scorer, adapters, "PPO has no actor_lora"),
+        (llama, scorer, replace(CONFIG, remat="auto"), "remat='auto' is chosen by the memory plan"),
         (llama, scorer, replace(CONFIG, lr_scheduler_type="cosine"), "falls until max_steps"),
         (llama, scorer, replace(CONFIG, max_prompt_seq_len=60), "make 66 tokens, .* 64 positions"),
         (llama, scorer, replace(CONFIG, standardize_score=True), "score_statistics"),

@@ -68,6 +68,19 @@ def test_a_sample_depends_on_seed_number_and_place_alone(llama) -> None:
     assert many[::2] != many[1::2]
 
 
+@pytest.mark.parametrize("mesh", ["1x1", "8x1"])
+def test_prompts_that_wait_for_a_place_get_the_same_answers(llama, directory_of, mesh) -> None:
+    """All 21 at once, and eight with the others in the places of those that end."""
+    model = llama if mesh == "1x1" else rlhf_jax.load(directory_of("llama"), mesh=mesh)
+    prompts = [[1, 10 + n, *range(40, 40 + n % 5)] for n in range(21)]
+    options = {"max_new_tokens": 8, "stop_ids": list(range(4, 20)), "seed": 3}
+    want = llama.generate(prompts, batch_size=32, **options)
+    got = model.generate(prompts, batch_size=8, **options)
+    assert [answer.tokens for answer in got] == [answer.tokens for answer in want]
+    assert [answer.stopped for answer in got] == [answer.stopped for answer in want]
+    assert len({len(answer.tokens) for answer in want}) > 4
+
+
 def test_a_mesh_changes_nothing(llama, greedy, directory_of, tolerance) -> None:
     spread = rlhf_jax.load(directory_of("llama"))
     assert spread.mesh.size == 8

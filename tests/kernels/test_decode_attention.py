@@ -4,6 +4,7 @@ On a GPU the compiled kernel takes the interpreter's place: `pytest --noconftest
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,8 @@ import pytest
 from kernels_pallas import cases, dispatch
 from kernels_pallas.attention.api import attention
 from kernels_pallas.decode_attention import pallas, tiling
-from kernels_pallas.decode_attention.api import decode_attention
+from kernels_pallas.decode_attention.api import decode_attention, decode_attention_fused
+from kernels_pallas.decode_attention.narrow import narrowed, widened
 from kernels_pallas.decode_attention.tiling import Tiling
 from tests.kernels import truth
 
@@ -75,6 +77,20 @@ def test_equals_truth_in_bfloat16(case: cases.DecodeCase, implementation: str) -
     check(case, inputs, got, "bfloat16")
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", CASES)
+def test_fused_projection_equals_its_three_parts(
+    case: cases.DecodeCase, implementation: str
+) -> None:
+    q, k, v, positions_B, *caches = arrays(case, "float32")
+    B, G, K = k.shape
+    qkv = jnp.concatenate([q.reshape(B, G, -1, K), k[:, :, None], v[:, :, None]], axis=2)
+    got = decode_attention_fused(
+        qkv, positions_B, *caches, window=case.window, implementation=implementation
+    )
+    check(case, (q, k, v, positions_B, *caches), got, "float32")
+
+
 @pytest.mark.parametrize("plan", TILINGS, ids=str)
 @pytest.mark.parametrize(
     "case", [c for c in CASES if c.id in ("gqa3_k8", "window40_gqa4_k8", "inactive_rows")]
@@ -99,11 +115,76 @@ def test_decoding_token_by_token_equals_attention(implementation: str) -> None:
     np.testing.assert_allclose(jnp.stack(outs, axis=1), want, rtol=2e-5, atol=2e-5)
 
 
+@functools.cache
+def narrow_arrays(case: cases.DecodeCase, form: str) -> tuple[Any, ...]:
+    """Those of a case with caches of one byte a number, full of numbers, and their scales."""
+    q, k, v, positions_B, k_cache, v_cache = arrays(case, "float32")
+    stored = [narrowed(jnp.nan_to_num(cache), form) for cache in (k_cache, v_cache)]
+    return q, k, v, positions_B, *(values for values, _ in stored), *(s for _, s in stored)
+
+
+def check_narrow(case: cases.DecodeCase, inputs: Any, got: Any) -> None:
+    """Against the truth on what the caches stand for, the rounded token among it. What is written
+    may differ by one step, where a division rounds otherwise.
+    """
+    q, k, v, _, *caches = (np.asarray(a).astype(np.float64) for a in inputs)
+    positions = case.row_positions()
+    k, v = (np.asarray(widened(*narrowed(a, inputs[4].dtype)), np.float64) for a in inputs[1:3])
+    wide_k, wide_v = (caches[n] * caches[n + 2][..., None] for n in range(2))
+    out, *stored = truth.decode(q, k, v, positions, wide_k, wide_v, case.window)
+    active = np.array([0 <= p < case.cached for p in positions])
+    np.testing.assert_allclose(got[0][active], out[active], rtol=1e-3, atol=1e-3)
+    for n, want in enumerate(stored):
+        values, scale = np.asarray(got[1 + n]).astype(np.float64), np.asarray(got[3 + n])
+        assert got[1 + n].dtype == inputs[4].dtype
+        np.testing.assert_allclose(values * scale[..., None], want, rtol=0.13, atol=0.05)
+        changed = (values != caches[n]).any(axis=(1, 3)) | (scale != caches[n + 2]).any(axis=1)
+        np.testing.assert_array_equal(changed.sum(axis=1), active)
+
+
+NARROW = [c for c in CASES if c.id in ("gqa3_k8", "mha_k80_ragged_cache", "inactive_rows")]
+
+
+@pytest.mark.parametrize("form", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", NARROW)
+def test_caches_of_one_byte_equal_what_they_stand_for(
+    case: cases.DecodeCase, implementation: str, form: str
+) -> None:
+    inputs = narrow_arrays(case, form)
+    got = decode_attention(*inputs, window=case.window, implementation=implementation)
+    check_narrow(case, inputs, got)
+
+
+@pytest.mark.parametrize("plan", [TILINGS[1], TILINGS[3]], ids=str)
+def test_tiling_changes_nothing_with_one_byte(plan: Tiling) -> None:
+    case = next(c for c in cases.DECODE_TESTS if c.name == "window40_gqa4_k8")
+    inputs = narrow_arrays(case, "int8")
+    check_narrow(case, inputs, kernel(*inputs, window=case.window, tiling=plan))
+
+
+@pytest.mark.parametrize(("form", "error"), [("int8", 0.5 / 127), ("float8_e4m3fn", 2**-4)])
+def test_rounding_errs_by_half_a_step(form: str, error: float) -> None:
+    """Of the largest number in int8; of each number, or of the smallest step, in fp8."""
+    x = np.asarray(truth.normal(0, (5, 3, 64), "float32")).copy()
+    x[2, 1] = 0
+    x[3, 1] *= 1e-38
+    values, scale = narrowed(jnp.asarray(x), form)
+    largest = np.abs(x).max(-1, keepdims=True)
+    bound = error * (largest if form == "int8" else np.maximum(np.abs(x), largest / 448 * 2**-5))
+    wide = np.asarray(widened(values, scale))
+    x[3, 1] = 0
+    assert (np.abs(wide - x) <= bound * (1 + 1e-5)).all()
+    assert (wide[2:4, 1] == 0).all()
+
+
 def test_chosen_tiling_fits_small_and_large_shapes() -> None:
     one_row = tiling.choose(1, 32, 1, 64, 512, None)
     many_rows = tiling.choose(64, 32, 1, 64, 512, None)
     assert one_row.num_splits > 1
     assert many_rows == Tiling(32, 1, 1, False)
+    assert tiling.choose(8, 32, 1, 64, 512, None) == Tiling(128, 4, 1, False)
+    assert tiling.choose(8, 32, 1, 64, 96, None) == Tiling(32, 1, 1, False)
     assert tiling.choose(1, 8, 4, 128, 4096, 64).num_splits == 1
     assert tiling.choose(1, 1, 1, 8, 3, None).num_splits == 1
 
@@ -115,10 +196,34 @@ def test_kernel_without_gpu_says_why() -> None:
         decode_attention(*inputs, implementation="pallas")
 
 
+@pytest.mark.parametrize(
+    ("rows", "dtype", "refused"),
+    [
+        (1024, "int8", False),
+        (1025, "int8", True),
+        (2048, "float8_e4m3fn", True),
+        (2049, "int8", False),
+        (1025, "bfloat16", False),
+    ],
+)
+def test_offsets_that_wrap_are_refused(rows: int, dtype: str, refused: bool) -> None:
+    """The backend counts in int32 up to 2^32 bytes, in int64 beyond. A row here has 2^21."""
+    cache = jax.ShapeDtypeStruct((rows, 16, 2048, 64), dtype)
+    qkv = jax.ShapeDtypeStruct((rows, 16, 3, 64), jnp.bfloat16)
+    positions = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    args: Any = (qkv, positions, cache, cache)
+    reason = pallas.why_not_interpret_fused(*args, window=None)
+    assert (reason is not None) == refused
+
+
 def test_wrong_arguments_are_named() -> None:
     q, k, v, positions, k_cache, v_cache = arrays(cases.DECODE_TESTS[0], "float32")
     with pytest.raises(ValueError, match="expected"):
         decode_attention(q, k[:, :1], v, positions, k_cache, v_cache)
+    with pytest.raises(ValueError, match="at least one query head"):
+        decode_attention_fused(k[:, :, None], positions, k_cache, v_cache)
+    with pytest.raises(ValueError, match="expected"):
+        decode_attention_fused(jnp.zeros((1, 2, 3, 8)), positions, k_cache, v_cache)
     with pytest.raises(ValueError, match="int32"):
         decode_attention(q, k, v, positions.astype(jnp.float32), k_cache, v_cache)
     with pytest.raises(ValueError, match="one dtype"):
@@ -127,5 +232,7 @@ def test_wrong_arguments_are_named() -> None:
         decode_attention(
             q.astype(jnp.bfloat16), k, v, positions, k_cache, v_cache, implementation="interpret"
         )
+    with pytest.raises(ValueError, match=r"expected two of float32 \[B,G,S\]"):
+        decode_attention(q, k, v, positions, k_cache.astype("int8"), v_cache.astype("int8"))
     with pytest.raises(ValueError, match="power of two"):
         Tiling(48, 1, 1, False)

@@ -11,9 +11,13 @@ import jax.numpy as jnp
 import pytest
 
 from kernels_pallas import dispatch
+from kernels_pallas.add_norm.api import add_norm
+from kernels_pallas.attention.api import attention
 from kernels_pallas.decode_attention import pallas
-from kernels_pallas.decode_attention.api import decode_attention
+from kernels_pallas.decode_attention.api import decode_attention, decode_attention_fused
 from kernels_pallas.decode_attention.tiling import Tiling
+from kernels_pallas.skinny_product.api import product_down, product_up
+from kernels_pallas.truncated_sampling.api import truncated_sampling
 
 H200 = jax.sharding.AbstractMesh(
     (1,),
@@ -41,6 +45,29 @@ def lower(function, batch: int, H: int, G: int, S: int, K: int, dtype) -> str:
 def test_decode_attention_lowers_by_default(H: int, G: int, K: int, dtype) -> None:
     text = lower(decode_attention, 2, H, G, 200, K, dtype)
     assert text.count("__gpu$xla.gpu.triton") == 1
+    M, array = H // G, functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
+    cache, positions = array((2, G, 200, K)), jax.ShapeDtypeStruct((2,), jnp.int32)
+    fused = lower_for_h200(decode_attention_fused, array((2, G, M + 2, K)), positions, cache, cache)
+    assert fused.count("__gpu$xla.gpu.triton") == 1
+
+
+@pytest.mark.parametrize("form", [jnp.int8, jnp.float8_e4m3fn], ids=["int8", "fp8"])
+@pytest.mark.parametrize("use_dot", [False, True])
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_caches_of_one_byte_lower(num_splits: int, use_dot: bool, form) -> None:
+    array = jax.ShapeDtypeStruct
+    caches = [array((2, 2, 256, 80), form)] * 2 + [array((2, 2, 256), jnp.float32)] * 2
+    token, positions = array((2, 2, 80), jnp.bfloat16), array((2,), jnp.int32)
+    function = functools.partial(
+        pallas.decode_attention, window=None, tiling=Tiling(32, 2, num_splits, use_dot)
+    )
+    text = lower_for_h200(
+        function, array((2, 8, 80), jnp.bfloat16), token, token, positions, *caches
+    )
+    assert text.count("__gpu$xla.gpu.triton") == 1
+    fused = array((2, 2, 6, 80), jnp.bfloat16)
+    text = lower_for_h200(decode_attention_fused, fused, positions, *caches)
+    assert text.count("__gpu$xla.gpu.triton") == 1
 
 
 @pytest.mark.parametrize("use_dot", [False, True])
@@ -51,6 +78,85 @@ def test_every_form_of_the_kernel_lowers(window, num_splits: int, use_dot: bool)
         pallas.decode_attention, window=window, tiling=Tiling(32, 2, num_splits, use_dot)
     )
     assert "__gpu$xla.gpu.triton" in lower(function, 2, 8, 2, 256, 80, jnp.bfloat16)
+
+
+def lower_for_h200(function, *arrays: jax.ShapeDtypeStruct | None) -> str:
+    with jax.sharding.use_abstract_mesh(H200):
+        return jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+@pytest.mark.parametrize(("F", "D"), [(6144, 2048), (2304, 768), (960, 576)])
+@pytest.mark.parametrize("activation", [None, "relu", "gated"])
+def test_skinny_products_lower(activation: str | None, F: int, D: int, rows: int) -> None:
+    array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    gate = array((F, D)) if activation == "gated" else None
+    kind = None if activation == "gated" else activation
+    up = functools.partial(product_up, activation=kind)
+    text = lower_for_h200(up, array((rows, D)), array((F, D)), array((F,)), gate)
+    assert text.count("__gpu$xla.gpu.triton") == 1
+    text = lower_for_h200(product_down, array((rows, F)), array((F, D)))
+    assert text.count("__gpu$xla.gpu.triton") == 1
+
+
+@pytest.mark.parametrize("form", [jnp.int8, jnp.float8_e4m3fn], ids=["int8", "fp8"])
+@pytest.mark.parametrize("rows", [1, 64, 130])
+@pytest.mark.parametrize("gated", [False, True])
+def test_skinny_products_of_one_byte_lower(gated: bool, rows: int, form) -> None:
+    array, F, D = jax.ShapeDtypeStruct, 2304, 768
+    x, w, scale = array((rows, D), jnp.bfloat16), array((F, D), form), array((F,), jnp.float32)
+    more = (None, w, scale, scale) if gated else (None, None, scale)
+    text = lower_for_h200(product_up, x, w, *more)
+    assert text.count("__gpu$xla.gpu.triton") == 1
+    y = array((rows, F), jnp.bfloat16)
+    assert lower_for_h200(product_down, y, w, scale).count("__gpu$xla.gpu.triton") == 1
+
+
+@pytest.mark.parametrize("D", [576, 2048])
+def test_add_norm_lowers(D: int) -> None:
+    array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    parts = jax.ShapeDtypeStruct((4, 8, D), jnp.float32)
+    for shift in (None, array((D,))):
+        text = lower_for_h200(
+            functools.partial(add_norm, eps=1e-5),
+            array((8, D)), parts, shift, array((D,)), shift,
+        )  # fmt: skip
+        assert text.count("__gpu$xla.gpu.triton") == 1
+
+
+@pytest.mark.parametrize("min_p", [0.0, 0.1])
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+@pytest.mark.parametrize("top_k", [0, 50])
+def test_truncated_sampling_lowers(top_k: int, top_p: float, min_p: float) -> None:
+    draw = functools.partial(truncated_sampling, top_k=top_k, top_p=top_p, min_p=min_p)
+    rows = jax.ShapeDtypeStruct((8, 50272), jnp.float32)
+    assert lower_for_h200(draw, rows, rows).count("__gpu$xla.gpu.triton") == 1
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("K", [64, 80, 96, 128, 256])
+def test_attention_and_its_gradients_lower(K: int, dtype, packed: bool) -> None:
+    """One kernel forward and two backward, for an odd length and grouped heads."""
+
+    def loss(q, k, v, starts):
+        return attention(q, k, v, starts, implementation="pallas").astype(jnp.float32).sum()
+
+    array = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
+    starts = jax.ShapeDtypeStruct((2, 301), jnp.int32) if packed else None
+    keys = array((2, 301, 2, K))
+    text = lower_for_h200(
+        jax.grad(loss, argnums=(0, 1, 2)), array((2, 301, 8, K)), keys, keys, starts
+    )
+    assert text.count("__gpu$xla.gpu.triton") == 3
+
+
+def test_what_cudnn_does_not_take_runs_in_the_kernel() -> None:
+    for dtype, packed in ((jnp.float32, False), (jnp.bfloat16, True)):
+        array = jax.ShapeDtypeStruct((2, 64, 4, 64), dtype)
+        starts = jax.ShapeDtypeStruct((2, 64), jnp.int32) if packed else None
+        text = lower_for_h200(attention, array, array, array, starts)
+        assert text.count("__gpu$xla.gpu.triton") == 1
 
 
 def test_the_mesh_in_context_decides_the_platform() -> None:

@@ -22,23 +22,31 @@ def arrays(case: cases.TokenLogprobCase, dtype: str) -> tuple[jax.Array, jax.Arr
     return hidden, unembed, jnp.asarray(targets, jnp.int32)
 
 
-def function(case: cases.TokenLogprobCase, implementation: str | None = None):
+def function(case: cases.TokenLogprobCase, implementation: str | None = None, keep: bool = False):
     return functools.partial(
         token_logprob,
         valid_vocab=case.valid_vocab,
         chunk=case.chunk,
         temperature=case.temperature,
         implementation=implementation,
+        keep_probs=keep,
     )
 
 
-def gradients(case: cases.TokenLogprobCase, implementation: str, dtype: str, scale: float = 1.0):
+def gradients(
+    case: cases.TokenLogprobCase,
+    implementation: str,
+    dtype: str,
+    scale: float = 1.0,
+    *,
+    keep: bool = False,
+):
     """Gradients of weighted log-probs and entropies with respect to hidden and unembed."""
     hidden, unembed, targets = arrays(case, dtype)
     weights = truth.normal(5, (2, case.tokens), "float32")
 
     def loss(hidden, unembed):
-        logprob, entropy = function(case, implementation)(hidden * scale, unembed, targets)
+        logprob, entropy = function(case, implementation, keep)(hidden * scale, unembed, targets)
         return jnp.sum(weights[0] * logprob + weights[1] * entropy)
 
     return jax.jit(jax.grad(loss, argnums=(0, 1)))(hidden, unembed)
@@ -62,6 +70,18 @@ def test_gradient_equals_plain_form(case: cases.TokenLogprobCase) -> None:
     chunked, plain = (gradients(case, i, "float32") for i in ("chunked", "reference"))
     for a, b in zip(chunked, plain, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kept_probabilities_change_no_gradient(case: cases.TokenLogprobCase) -> None:
+    """In float32; in bfloat16 probabilities are rounded, as their gradient is anyway."""
+    kept, anew = (gradients(case, "chunked", "float32", keep=keep) for keep in (True, False))
+    for a, b in zip(kept, anew, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    kept, anew = (gradients(case, "chunked", "bfloat16", keep=keep) for keep in (True, False))
+    for a, b in zip(kept, anew, strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        np.testing.assert_allclose(a, b, rtol=0.03, atol=0.01 * np.abs(b).max())
 
 
 def test_gradient_equals_difference_of_truth() -> None:
@@ -93,10 +113,11 @@ def test_unembedding_gradient_does_not_lose_precision_with_many_chunks() -> None
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_padding_and_certainty_give_no_nan(implementation: str) -> None:
+@pytest.mark.parametrize("keep", [False, True])
+def test_padding_and_certainty_give_no_nan(implementation: str, keep: bool) -> None:
     """Probabilities that underflow to 0, and padded columns, leave values and gradients finite."""
     case = cases.TOKEN_LOGPROB_TESTS[1]
-    grads = gradients(case, implementation, "float32", scale=100.0)
+    grads = gradients(case, implementation, "float32", scale=100.0, keep=keep)
     assert all(np.all(np.isfinite(g)) for g in grads)
     np.testing.assert_array_equal(grads[1][case.valid_vocab :], 0.0)
 

@@ -1,5 +1,7 @@
 """The kernels' results in NumPy float64, row by row and head by head, and the tolerances."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,14 +28,15 @@ def one_query(q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray
     return weights @ values / weights.sum()
 
 
-def attention(q_BTHK, k_BTGK, v_BTGK, window: int | None) -> np.ndarray:
-    """Causal grouped-query attention: query i sees keys max(0, i - window + 1)..i."""
+def attention(q_BTHK, k_BTGK, v_BTGK, window: int | None, starts_T=None) -> np.ndarray:
+    """Causal grouped-query attention: query i sees keys max(start_i, i - window + 1)..i."""
     q, k, v = (np.asarray(x, np.float64) for x in (q_BTHK, k_BTGK, v_BTGK))
     B, T, H, _ = q.shape
     per_group = H // k.shape[2]
     out = np.zeros(q.shape)
     for b, i, h in np.ndindex(B, T, H):
-        seen = slice(0 if window is None else max(0, i - window + 1), i + 1)
+        start = 0 if starts_T is None else starts_T[i]
+        seen = slice(start if window is None else max(start, i - window + 1), i + 1)
         g = h // per_group
         out[b, i, h] = one_query(q[b, i, h], k[b, seen, g], v[b, seen, g])
     return out
@@ -69,6 +72,36 @@ def token_logprob(hidden_ND, unembed_VD, targets_N, valid_vocab: int, temperatur
         logprobs.append(np.log(p[target]))
         entropies.append(-np.sum(p * np.log(p)))
     return np.array(logprobs), np.array(entropies)
+
+
+def product_up(x_MD, w_FD, bias_F, gate_FD, activation: str | None) -> np.ndarray:
+    """activation(w x + bias), or silu(gate x) times it, one row and one output at a time."""
+    x, w = np.asarray(x_MD, np.float64), np.asarray(w_FD, np.float64)
+    out = np.zeros((len(x), len(w)))
+    for m, f in np.ndindex(out.shape):
+        y = w[f] @ x[m] + (0.0 if bias_F is None else float(bias_F[f]))
+        if gate_FD is not None:
+            gate = np.asarray(gate_FD[f], np.float64) @ x[m]
+            y = y * gate / (1.0 + math.exp(-gate))
+        elif activation == "relu":
+            y = max(y, 0.0)
+        out[m, f] = y
+    return out
+
+
+def add_norm(x_MD, parts_JMD, bias_D, scale_D, shift_D, eps: float):
+    """(sum, norm) row by row; without `shift_D` the mean is not taken away."""
+    totals, norms = [], []
+    for x, parts in zip(
+        np.asarray(x_MD, np.float64), np.asarray(parts_JMD, np.float64).swapaxes(0, 1), strict=True
+    ):
+        total = x + parts.sum(0) + (0.0 if bias_D is None else np.asarray(bias_D, np.float64))
+        mean = 0.0 if shift_D is None else total.mean()
+        norm = (total - mean) / np.sqrt(np.mean((total - mean) ** 2) + eps)
+        norm = norm * np.asarray(scale_D, np.float64)
+        totals.append(total)
+        norms.append(norm + (0.0 if shift_D is None else np.asarray(shift_D, np.float64)))
+    return np.array(totals), np.array(norms)
 
 
 def central_difference(function, x: np.ndarray, direction: np.ndarray, step: float = 1e-5) -> float:

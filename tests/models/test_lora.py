@@ -158,7 +158,8 @@ def test_fresh_adapters_change_nothing_and_read_their_input_uniformly(cfg):
         used, other = (
             (weight.side_FA, weight.core_AD) if reads_rows else (weight.core_AD, weight.side_FA)
         )
-        width = weight.base_FD.shape[0] if reads_rows else weight.base_FD.shape[1]
+        assert isinstance(weight.base_FD, jax.Array)
+        width = weight.base_FD.shape[0 if reads_rows else 1]
         real = cfg.mlp_width if path.endswith("down_FD") else width
         assert not np.asarray(other).any()
         largest = np.abs(used).max()

@@ -30,9 +30,10 @@ from rlhf_jax.objectives.adaptive import Control
 from rlhf_jax.recipes.catalog import BY_DEPLOYMENT, RECIPES
 from rlhf_jax.recipes.deepspeed_chat import with_deepspeed_rules
 from rlhf_jax.stages.checks import check_batches
-from rlhf_jax.stages.config import TrainConfig
+from rlhf_jax.stages.config import StageName, TrainConfig
 from rlhf_jax.stages.dpo import dpo_batch_loss, with_reference
 from rlhf_jax.stages.dpo import num_pairs as num_dpo_pairs
+from rlhf_jax.stages.fit_remat import fit_remat
 from rlhf_jax.stages.pipeline import choose_inference_tp
 from rlhf_jax.stages.ppo import Programs
 from rlhf_jax.stages.reward import num_pairs, pair_batch_loss
@@ -237,10 +238,17 @@ def use_mesh(mesh: AbstractMesh | Mesh) -> Any:
     return jax.sharding.use_abstract_mesh(mesh)
 
 
-STEPS = {"sft": trace_sft, "reward": trace_reward, "ppo": trace_ppo, "dpo": trace_dpo}
+STEPS: dict[StageName, Any] = {
+    "sft": trace_sft,
+    "reward": trace_reward,
+    "ppo": trace_ppo,
+    "dpo": trace_dpo,
+}
 
 
 def trace(cfg: TrainConfig, mesh: str) -> None:
+    for stage in STEPS:
+        cfg = fit_remat(cfg, stage, cast(Any, None), cast(Any, None), limit=None)
     traced, shape = trace_of(cfg, mesh)
     check_batches(cfg, shape)
     check_batches(replace(cfg, step=("dpo",)), shape)

@@ -34,3 +34,19 @@ def probabilities(
     nucleus = [i for i in nucleus if weights[i] >= min_p * likeliest]
     total = sum(weights[i] for i in nucleus)
     return np.array([weights[i] / total if i in nucleus else 0.0 for i in range(len(weights))])
+
+
+def kept(logits: np.ndarray, *, top_k: int = 0, top_p: float = 1, min_p: float = 0) -> np.ndarray:
+    """Which tokens of a row may be drawn, by sorting it: equal logits stay or go together."""
+    weights = np.exp(logits.astype(np.float64) - np.max(logits))
+    values, group = np.unique(logits, return_inverse=True)
+    sizes = np.bincount(group)[::-1]
+    masses = np.bincount(group, weights)[::-1]  # of each value, the largest first
+    allowed = np.ones(len(values), bool)
+    if top_k:
+        allowed &= np.cumsum(sizes) - sizes < top_k
+    if top_p < 1:
+        allowed &= np.cumsum(masses) - masses < top_p * masses[allowed].sum()
+    if min_p > 0:
+        allowed &= masses / sizes >= min_p
+    return allowed[::-1][group]

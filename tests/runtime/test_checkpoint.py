@@ -84,6 +84,16 @@ def test_an_update_that_donates_does_not_change_what_is_being_saved(tmp_path: Pa
     assert_same(restored, before)
 
 
+def test_what_lies_on_the_host_is_written_before_an_update_may_have_it(tmp_path: Path) -> None:
+    """On a GPU orbax reads host memory in place, and what is read cannot be donated."""
+    mesh = jax.make_mesh((8,), ("data",))
+    place = NamedSharding(mesh, PartitionSpec("data", None), memory_kind="pinned_host")
+    there = jax.device_put(np.ones((4096, 1024), np.float32), place)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"here": jnp.ones(2), "there": there}, {})
+        assert checkpoints.steps() == [1]
+
+
 def test_the_newest_are_kept_and_a_step_can_be_saved_again(tmp_path: Path) -> None:
     tree = {"x": jnp.zeros(2)}
     with Checkpoints(tmp_path, keep=2) as checkpoints:

@@ -143,9 +143,12 @@ def test_the_verdict_of_a_run_that_diverged(tmp_path: Path) -> None:
 
 
 def test_the_verdict_of_a_run_in_progress_says_where_it_is(tmp_path: Path) -> None:
+    """A metric that was measured once is told with its step: it says nothing of now."""
     rows = [{"stage": "sft", "step": n, "time": 1.0, "loss": 3.0 - n} for n in range(3)]
+    rows[0]["eval/cross_entropy"] = 5.8
     assert verdict(read_run(write_run(tmp_path, rows)), 0) == (
-        "Not finished: sft, reward, ppo. sft is at step 2, loss 3.000 → 1.000."
+        "Not finished: sft, reward, ppo. sft is at step 2, loss 3.000 → 1.000, "
+        "eval/cross_entropy 5.800 at step 0."
     )
 
 

@@ -19,11 +19,14 @@ from rlhf_jax.stages.memory_plan import (
     plan_stage,
 )
 from rlhf_jax.stages.ppo_config import PPOConfig
+from rlhf_jax.stages.rollout_slots import fit_slots
 from rlhf_jax.stages.supervised_config import SFTConfig
 
 ACTOR, CRITIC = SIZES["facebook/opt-1.3b"], SIZES["facebook/opt-350m"]
 MODELS = Models(ACTOR, CRITIC, CRITIC)
 ONE = Place(parse_mesh("1x1"))
+BOTH = 1 + CRITIC.num_params() / ACTOR.num_params()
+"""Of what the critic has too, for each parameter of the actor."""
 
 
 def config(**changes) -> TrainConfig:
@@ -52,10 +55,23 @@ def test_more_devices_hold_a_share_each() -> None:
         ({"frozen_dtype": "float32"}, 2),
         ({"ema": EMAConfig(enable=True)}, 4),
         ({"ema": EMAConfig(enable=True, offload=True)}, 0),
+        ({"moments_dtype": "bfloat16"}, -4 * BOTH),
+        ({"optim": "lion"}, -4 * BOTH),
+        ({"optim": "lion", "moments_dtype": "bfloat16"}, -6 * BOTH),
+        ({"offload": True}, -12 * BOTH),
     ],
-    ids=["offload", "float32", "average", "average on the host"],
+    ids=[
+        "offload",
+        "float32",
+        "average",
+        "average on the host",
+        "bfloat16 moments",
+        "lion",
+        "lion in bfloat16",
+        "optimizers on the host",
+    ],
 )
-def test_what_settings_add_to_the_actors_share(changes, bytes_a_parameter: int) -> None:
+def test_what_settings_add_to_the_actors_share(changes, bytes_a_parameter: float) -> None:
     models = replace(MODELS, reward=None)
     plain = plan_stage(config(), "ppo", models, ONE)
     changed = plan_stage(config(**changes), "ppo", models, ONE)
@@ -70,15 +86,46 @@ def test_adapters_alone_leave_one_copy_of_the_actor() -> None:
     assert sum(plan.held["actor"].values()) < 2.2 * ACTOR.num_params()
 
 
+def test_adapters_alone_beside_int8_take_a_byte_a_parameter_of_the_layers() -> None:
+    """Reference and reward model are the bases of actor and critic."""
+    lora = LoRAConfig(dim=8, only=True, load_in_8bit=True)
+    plan = plan_stage(config(actor_lora=lora, critic_lora=lora), "ppo", MODELS, ONE)
+    assert plan.held["reference"] == {"weights": 0}
+    outside = 2 * ACTOR.padded_vocab * ACTOR.width + 2 * ACTOR.position_rows * ACTOR.width
+    layers = ACTOR.num_params() - outside // 2
+    assert plan.held["actor"]["weights"] == pytest.approx(layers + outside, rel=0.02)
+    wide = replace(lora, load_in_8bit=False)
+    plain = plan_stage(config(actor_lora=wide, critic_lora=wide), "ppo", MODELS, ONE)
+    assert plan.programs == plain.programs
+
+
+def test_an_update_from_the_host_has_both_gradients_and_one_layer_at_a_time() -> None:
+    plan = plan_stage(config(offload=True, batch_size=8), "ppo", MODELS, ONE)
+    layer = 12 * ACTOR.width**2
+    embedding = ACTOR.padded_vocab * ACTOR.width
+    gradients = 2 * (ACTOR.num_params() + CRITIC.num_params())
+    piece = max(layer, embedding) * 4 * 7  # masters, two moments, in and out; gradients
+    assert plan.programs["apply"] == pytest.approx(gradients + piece, rel=0.01)
+
+
+def test_int8_is_offered_where_adapters_do_not_fit() -> None:
+    cfg = config(actor_lora=LoRAConfig(dim=8, only=True), batch_size=8, offload_reward_model=True)
+    least = plan_stage(cfg, "ppo", MODELS, ONE).least
+    with pytest.raises(ValueError, match=r"--ppo\.actor-lora\.load-in-8bit"):
+        check_memory(cfg, "ppo", MODELS, ONE, least - int(0.5 * GIB))
+
+
 def test_settings_that_are_offered_are_flags_and_fit() -> None:
-    """They are parsed as a command line would be, and planned again."""
-    cfg, limit = config(batch_size=256), 34 * GIB
-    said = r"^ppo needs about .* and 34\.0 are there: use --ppo"
+    """They are parsed as a command line would be, and planned again, as a run does it."""
+    cfg, limit = config(batch_size=256), 22 * GIB
+    said = r"^ppo needs about .* and 22\.0 are there: use --ppo"
     with pytest.raises(ValueError, match=said) as error:
         check_memory(cfg, "ppo", MODELS, ONE, limit)
     flags = str(error.value).split("use ")[1].split(" or ")[0].split()
-    changed = parse(["--ppo.batch-size=256", "--dtype=bfloat16", *flags])
-    assert plan_stage(changed, "ppo", MODELS, ONE).peak <= limit
+    changed = parse(["--ppo.batch-size=256", "--ppo.remat=full", "--dtype=bfloat16", *flags])
+    assert changed.ppo.offload_reference_model
+    fitted = fit_slots(changed, MODELS, ONE, limit)
+    assert plan_stage(fitted, "ppo", MODELS, ONE).peak <= limit
 
 
 def test_a_mesh_that_is_offered_fits() -> None:

@@ -15,7 +15,7 @@ from rlhf_jax.engine.ppo_step import UpdateSettings
 from rlhf_jax.engine.state import create_state
 from rlhf_jax.hf.pretrained import find_pretrained
 from rlhf_jax.objectives.adaptive import AdaptiveKL
-from rlhf_jax.stages.ppo import Programs, minibatches
+from rlhf_jax.stages.ppo import Programs, describe_correction, minibatches
 from rlhf_jax.stages.ppo_config import PPOConfig
 from rlhf_jax.stages.reward_plan import RewardPlan
 from rlhf_jax.stages.roles import Cast
@@ -49,6 +49,30 @@ def test_every_epoch_sees_every_row_once_and_no_minibatch_mixes_batches(cfg: PPO
         pairs = [(batch, row) for batch, rows in seen for row in rows]
         assert len(pairs) == len(everything)
         assert set(pairs) == everything
+
+
+@pytest.mark.parametrize(
+    ("fields", "threshold", "recomputes"),
+    [
+        ({}, None, False),
+        ({"old_logprobs": "train"}, None, True),
+        ({"rollout_weights": "int8"}, 2.0, True),
+        ({"rollout_kv_cache": "fp8", "rollout_is_threshold": 5.0}, 5.0, True),
+        ({"rollout_weights": "fp8", "rollout_is_threshold": 0.0}, None, False),
+        ({"rollout_is_threshold": 3.0}, 3.0, True),
+    ],
+)
+def test_rounded_rollouts_are_corrected_unless_told_otherwise(
+    fields: dict[str, Any], threshold: float | None, recomputes: bool
+) -> None:
+    """With old log-probabilities of the training graph, and said in a line."""
+    cfg = PPOConfig(**fields)
+    assert (cfg.is_threshold, cfg.recomputes_logprobs) == (threshold, recomputes)
+    said = describe_correction(cfg)
+    assert (said is None) == (fields.keys() <= {"old_logprobs"})
+    if said is not None:
+        assert ("training graph's" in said) == (threshold is not None)
+        assert ("fp8" in said) == ("fp8" in fields.values())
 
 
 def test_a_minibatch_without_a_valid_row_is_left_out() -> None:

@@ -20,6 +20,7 @@ from rlhf_jax.hf.pretrained import Pretrained, find_pretrained
 from rlhf_jax.models.adapted import is_adapted, without_adapters
 from rlhf_jax.models.lora import LoRAConfig, adapters_in, trains
 from rlhf_jax.models.params import is_spec, store_layout
+from rlhf_jax.models.quantized import quantize
 from rlhf_jax.runtime.checkpoint import Checkpoints
 from rlhf_jax.stages.checks import check_models
 from rlhf_jax.stages.config import TrainConfig
@@ -193,6 +194,32 @@ def test_another_adapter_than_asked_for_is_merged_and_said(tmp_path, capsys):
         export_adapter(run, "dpo", again, ONLY, second.trained, fresh=True)
     assert not (tmp_path / "run" / "dpo_adapter").exists()
     assert "no adapter directory, since a merged adapter is no base" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("continued", [True, False], ids=["continued", "merged"])
+def test_an_earlier_adapter_stands_beside_int8_or_is_merged_before_rounding(tmp_path, continued):
+    """int8 is of the base, or of base and adapter together where the adapter is not trained on."""
+    run, base = run_in(tmp_path / "run"), opt()
+    first = load(base, ONLY)
+    params = moved(first)
+    with jax.set_mesh(run.mesh):
+        export_adapter(run, "sft", base, ONLY, first.pick(params), fresh=True)
+    again = find_pretrained(str(tmp_path / "run" / "sft_adapter"))
+    second = load(again, replace(ONLY, load_in_8bit=True, dim=ONLY.dim if continued else 3))
+    assert second.fresh is not continued
+    store, dtype = store_layout(again.cfg, run.mesh), jnp.dtype(np.float32)
+    whole = (base if continued else again).params(store, dtype, key=KEY)
+    found = without_adapters(second.params)
+    for mine, layer in zip(found.layers, whole.layers, strict=True):
+        # k_proj has no adapter, and is frozen with the others; out_ED too, since adapters alone do.
+        for name in ("qkv_ED", "out_ED", "up_FD", "down_FD"):
+            expected = jax.jit(quantize)(getattr(layer, name))
+            jax.tree.map(np.testing.assert_array_equal, getattr(mine, name), expected)
+        np.testing.assert_array_equal(mine.up_bias_F, layer.up_bias_F)
+    if continued:
+        factors = zip(adapters_in(second.params), adapters_in(params), strict=True)
+        for (_, one), (_, other) in factors:
+            np.testing.assert_array_equal(one.side_FA, other.side_FA)
 
 
 def test_the_built_in_model_leaves_no_adapter_that_nothing_could_load(tmp_path, capsys):

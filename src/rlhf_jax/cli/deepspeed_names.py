@@ -1,4 +1,4 @@
-"""DeepSpeed-Chat's flags: what each one is called here, or why it is not needed, or not there yet.
+"""DeepSpeed-Chat's flags: what each one is called here, or why it is not needed, or not offered.
 
 From `e2e_rlhf.py` and `training/step{1,2,3}_*/main.py`. Names that are equal on both sides are not
 listed. Every name below stands in docs/flags.md, which a test checks.
@@ -73,6 +73,7 @@ RENAMED: dict[str, Target] = {
     "reward.only_optimize_lora": Target("reward.lora.only"),
     "dpo.only_optimize_lora": Target("dpo.lora.only"),
     "ppo.only_optimize_lora": Target("ppo.actor_lora.only", also=("ppo.critic_lora.only",)),
+    "ppo.enable_mixed_precision_lora": Target("ppo.actor_lora.load_in_8bit"),
     "ppo.pin_parameters": Target("ppo.pin_rollout"),
     "ppo.enable_ema": Target("ppo.ema.enable"),
     "ppo.unsup_coef": Target("ppo.ptx_coef"),
@@ -129,12 +130,6 @@ NOT_NEEDED: dict[str, str] = {
     "enable_test_mode": "--test-stop-step ends step 3 by itself",
 }
 """Accepted, with a printed note that gives this reason."""
-
-NOT_YET: dict[str, str] = {
-    "enable_mixed_precision_lora": "quantized base weights (MixZ++)",
-    "offload": "offloading to host memory",
-}
-"""Refused as not implemented, unless the value given turns it off."""
 
 _DROPOUT = (
     "dropout is never applied (adapters have --sft.lora.dropout and the like): PPO compares "

@@ -3,7 +3,7 @@
 python -m rlhf_jax.cli.listing > tests/cli/flags.txt
 """
 
-from rlhf_jax.cli.deepspeed_names import NOT_NEEDED, NOT_YET, REFUSED, RENAMED
+from rlhf_jax.cli.deepspeed_names import NOT_NEEDED, REFUSED, RENAMED
 from rlhf_jax.cli.fields import config_fields, flag_of
 from rlhf_jax.cli.names import OWN_FLAGS
 from rlhf_jax.models.tiny import QUICKSTART
@@ -20,7 +20,6 @@ def flag_lines() -> list[str]:
         for name, target in RENAMED.items()
     ]
     lines += [f"{flag_of(name)}  (not needed)" for name in NOT_NEEDED]
-    lines += [f"{flag_of(name)}  (not implemented yet)" for name in NOT_YET]
     lines += [f"{flag_of(name)}  (refused)" for name in REFUSED]
     return sorted(lines)
 

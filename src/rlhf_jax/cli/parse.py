@@ -65,8 +65,8 @@ def resolve(argv: Sequence[str]) -> tuple[TrainConfig, list[str]]:
     settings = collect(filed, stages, notes) | flags
     base = _base(settings, notes)
     _let_functions_score_alone(settings, base, stages, notes)
-    _tell_models(settings, base, stages, notes)
     config = _set_fields(settings, base, notes)
+    _tell_models(settings, config, notes)
     return config, [*notes, *unread_notes(flags, config, stages)]
 
 
@@ -84,7 +84,8 @@ def _stages(typed: list[Given], filed: list[Given]) -> tuple[StageName, ...]:
                 got = " ".join(given.values) or "nothing"
                 raise ValueError(f"{given.label} takes any of 1 2 3, or dpo, got {got}")
             return tuple(names[value] for value in given.values)
-    return TrainConfig().stages
+    recipe = next((given for given in [*typed, *filed] if given.name == "recipe"), None)
+    return (TrainConfig() if recipe is None else make_recipe(recipe.one_value)).stages
 
 
 def _recipe_name(settings: Settings) -> str:
@@ -159,15 +160,12 @@ def _let_functions_score_alone(
     )
 
 
-def _tell_models(
-    settings: Settings, base: TrainConfig, stages: Sequence[StageName], notes: list[str]
-) -> None:
+def _tell_models(settings: Settings, config: TrainConfig, notes: list[str]) -> None:
     """Say which reward model is taken where only the actor was named."""
     named = "actor_model" in settings and "reward_model" not in settings
-    alone = WEIGHT in settings and settings[WEIGHT].values == ("0.0",)
-    rewarded = "reward" in stages or ("ppo" in stages and not alone)
-    if named and rewarded and base.reward_model != QUICKSTART:
-        notes.append(f"the reward model is {base.reward_model}: --reward-model names another")
+    scored = "ppo" in config.stages and config.ppo.reward_model_weight
+    if named and ("reward" in config.stages or scored) and config.reward_model != QUICKSTART:
+        notes.append(f"the reward model is {config.reward_model}: --reward-model names another")
 
 
 def _set_fields(settings: Settings, base: TrainConfig, notes: list[str]) -> TrainConfig:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from meshes.layout import parse_mesh
 from rlhf_jax.cli.deepspeed_names import (
     NOT_NEEDED,
-    NOT_YET,
     OFF_VALUES,
     ONE_SWITCH,
     OPT_SIZES,
@@ -46,13 +45,13 @@ def collect(givens: Iterable[Given], stages: Sequence[StageName], notes: list[st
     """Settings of one source (the command line, or a file); explanations are added to `notes`.
 
     Raises:
-        ValueError: an unknown or ambiguous name, one not implemented, or two for the same field.
+        ValueError: an unknown or ambiguous name, one not offered, or two for the same field.
     """
     settings: Settings = {}
     for given in givens:
         if given.name in NOT_NEEDED:
             notes.append(f"{given.label} is not needed: {NOT_NEEDED[given.name]}")
-        elif given.name in NOT_YET or given.name in REFUSED:
+        elif given.name in REFUSED:
             _refuse_unless_off(given)
         else:
             _add(settings, _setting(given, stages))
@@ -62,9 +61,7 @@ def collect(givens: Iterable[Given], stages: Sequence[StageName], notes: list[st
 def _refuse_unless_off(given: Given) -> None:
     if given.values and all(value.lower() in OFF_VALUES for value in given.values):
         return
-    if given.name in REFUSED:
-        raise ValueError(f"{given.label} is not offered: {REFUSED[given.name]}. Leave it out")
-    raise ValueError(f"{given.label} is not implemented yet: {NOT_YET[given.name]}. Leave it out")
+    raise ValueError(f"{given.label} is not offered: {REFUSED[given.name]}. Leave it out")
 
 
 def _setting(given: Given, stages: Sequence[StageName]) -> Setting:

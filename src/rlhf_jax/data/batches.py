@@ -54,12 +54,15 @@ class PromptBatch:
         lengths_B: int32.
         sample_ids_B: int32, `PromptRow.sample_id`; a filler row has that of the row it copies.
         valid_B: float32, 0 for filler rows, else 1.
+        limits_B: int32, the most new tokens of each row where that is less than the sampling's
+            `max_new_tokens`; None: that of the sampling for all.
     """
 
     tokens_BP: np.ndarray
     lengths_B: np.ndarray
     sample_ids_B: np.ndarray
     valid_B: np.ndarray
+    limits_B: np.ndarray | None = None
 
 
 def collate_text(rows: Sequence[SftRow], batch_size: int, *, length: int) -> TextBatch:

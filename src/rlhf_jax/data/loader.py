@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import numpy as np
 
 from rlhf_jax.data.mixture import Mixture
+from rlhf_jax.data.packing import Packing
 
 
 class Loader[Batch]:
@@ -21,13 +22,14 @@ class Loader[Batch]:
     def __init__[Row](
         self,
         rows: Sequence[Row],
-        collate: Callable[[Sequence[Row], int], Batch],
+        collate: Callable[[Sequence[Any], int], Batch],
         *,
         batch_size: int,
         seed: int,
         shuffle: bool = True,
         group_of: Callable[[Row], int] | None = None,
         mixture: Mixture | None = None,
+        packing: Packing | None = None,
     ):
         """Set up; nothing is read yet.
 
@@ -40,6 +42,8 @@ class Loader[Batch]:
             group_of: rows of equal value share batches (a batch mixes two values only where one
                 group ends and the next begins); the order of the batches is shuffled then.
             mixture: how often the rows of each source are seen; None: each once an epoch.
+            packing: a batch is `batch_size` sequences of rows, packed anew every epoch, and what
+                `collate` gets are sequences of rows.
         """
         if not len(rows):
             raise ValueError("the loader has no rows: give a data set with at least one")
@@ -49,14 +53,23 @@ class Loader[Batch]:
             raise ValueError("group_of reorders rows: it needs shuffle=True")
         if mixture is not None and not shuffle:
             raise ValueError("a mixture draws rows: it needs shuffle=True")
+        if packing is not None and (mixture is not None or group_of is not None):
+            raise ValueError("packing needs epochs of the same rows, in an order of its own")
         self.batch_size = batch_size
         self.num_rows = len(rows)
-        self.num_batches = -(-len(rows) // batch_size)
+        num_items = len(rows) if packing is None else packing.num_sequences
+        self.num_batches = -(-num_items // batch_size)
+        self._packing = packing
         self._seed = seed
         self._shuffle = shuffle
         self._mixture = mixture
         self._groups = None if group_of is None else np.array([group_of(row) for row in rows])
-        self._collate = lambda indices: collate([rows[i] for i in indices], batch_size)
+        if packing is None:
+            self._collate = lambda indices: collate([rows[i] for i in indices], batch_size)
+        else:
+            self._collate = lambda sequences: collate(
+                [[rows[i] for i in sequence] for sequence in sequences], batch_size
+            )
         # Prefetching threads ask for batches of at most two epochs at a time.
         self._epoch = lru_cache(maxsize=2)(self._order_epoch)
 
@@ -80,20 +93,23 @@ class Loader[Batch]:
         steps = grain.MapDataset.source(_Steps(self, range(start, stop)))
         yield from steps.to_iter_dataset(options)
 
-    def _order_epoch(self, epoch: int) -> list[np.ndarray]:
-        """Row numbers of every batch of an epoch."""
+    def _order_epoch(self, epoch: int) -> list[Any]:
+        """Row numbers of every batch of an epoch; with packing, of every sequence of it."""
         order = np.arange(self.num_rows)
         if not self._shuffle:
-            return self._cut(order)
+            return self._cut(order if self._packing is None else self._packing.pack(order))
         rng = np.random.default_rng((self._seed, epoch))
         drawn = order if self._mixture is None else self._mixture.order(epoch, self._seed)
         order = rng.permutation(drawn)
+        if self._packing is not None:
+            sequences = self._packing.pack(order)
+            return self._cut([sequences[n] for n in rng.permutation(len(sequences))])
         if self._groups is None:
             return self._cut(order)
         batches = self._cut(order[np.argsort(self._groups[order], kind="stable")])
         return [batches[n] for n in rng.permutation(len(batches))]
 
-    def _cut(self, order: np.ndarray) -> list[np.ndarray]:
+    def _cut(self, order: Any) -> list[Any]:
         return [order[n : n + self.batch_size] for n in range(0, len(order), self.batch_size)]
 
 

@@ -60,7 +60,7 @@ def start_ema(state: TrainState, *, offload: bool = False) -> EMA:
         check_host_memory(jax.devices()[0])
 
     def copy(weights: Any, step: jax.Array) -> EMA:
-        wide = to_float32(weights)
+        wide = to_float32(to_device(weights))
         return EMA(to_host(wide) if offload else wide, step * 0)
 
     return jax.jit(copy)(master_of(state), state.step)
@@ -79,7 +79,7 @@ def update_ema(ema: EMA, weights: Any, cfg: EMAConfig) -> EMA:
     follows = count <= cfg.start
 
     def average(kept: jax.Array, new: jax.Array) -> jax.Array:
-        old, new = to_device(kept), new.astype(jnp.float32)
+        old, new = to_device(kept), to_device(new).astype(jnp.float32)
         mixed = jnp.where(follows, new, old + share * (new - old))
         return to_host(mixed) if is_on_host(kept) else mixed
 

@@ -16,6 +16,7 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.decoder import decode_step, prefill
 from rlhf_jax.models.layers import logits_from_hidden
 from rlhf_jax.models.lora import reshard_model
+from rlhf_jax.models.narrow import Narrow, narrow_weights
 from rlhf_jax.models.params import Params, param_specs
 from rlhf_jax.models.scoring import take_window
 
@@ -39,6 +40,9 @@ class Decoding:
 
     Adapters stay beside their weights unless `merge_adapters`: a sum in bfloat16 loses updates
     below its spacing. Merged, a token costs no more than without adapters.
+
+    `weights` and `kv_cache` are the form that the layers' matrices and the cache have while
+    decoding (`models/narrow.py`).
     """
 
     cfg: ModelConfig
@@ -46,6 +50,8 @@ class Decoding:
     sampling: SamplingConfig
     stop_ids: tuple[int, ...]
     merge_adapters: bool = False
+    weights: Narrow = "same"
+    kv_cache: Narrow = "same"
 
 
 @flax.struct.dataclass
@@ -75,7 +81,7 @@ def generate(
     has ended.
     """
     sampling, stop_ids = decoding.sampling, decoding.stop_ids
-    params = for_decoding(params, decoding.cfg, decoding.layout, decoding.merge_adapters)
+    params = for_decoding(params, decoding)
     state = first_token(params, prompts, decoding, key=key)
     state = decode_until(params, prompts, state, sampling.max_new_tokens, decoding, key=key)
     ended = is_stop(state.last_B, stop_ids) & (prompts.valid_B > 0)
@@ -98,24 +104,23 @@ def decode_until(
 
     def step(state: LoopState) -> LoopState:
         # A finished row has no position: it neither writes to the cache nor reads it.
-        position = jnp.where(state.done_B, -1, prompts.lengths_B + state.index - 1)
+        position = jnp.where(state.done_B, -1, prompts.lengths_B + state.lengths_B - 1)
         hidden, cache = decode_step(params, state.last_B, position, state.cache, cfg, layout)
         logits = logits_from_hidden(params, hidden, cfg)
         state = replace(state, cache=cache)
-        return record(state, logits, prompts.sample_ids_B, decoding, key=key)
+        return record(state, logits, prompts, decoding, key=key)
 
     return lax.while_loop(lambda state: (state.index < limit) & ~state.done_B.all(), step, state)
 
 
-def for_decoding(
-    params: Params[jax.Array], cfg: ModelConfig, layout: Layout, merge_adapters: bool
-) -> Params[jax.Array]:
-    """The model in `layout`. Adapters are merged where they lie, shard by shard, before weights
-    are gathered.
+def for_decoding(params: Params[jax.Array], decoding: Decoding) -> Params[jax.Array]:
+    """The model as it decodes. Adapters are merged and matrices rounded where they lie, shard by
+    shard, before weights are gathered.
     """
-    if merge_adapters:
+    if decoding.merge_adapters:
         params = merge(params)
-    return settled(reshard_model(params, param_specs(cfg), layout))
+    params = narrow_weights(params, decoding.weights)
+    return settled(reshard_model(params, param_specs(decoding.cfg), decoding.layout))
 
 
 def first_token(
@@ -126,7 +131,7 @@ def first_token(
     tokens_BP, lengths_B = prompts.tokens_BP, prompts.lengths_B
     length = tokens_BP.shape[1] + sampling.max_new_tokens
     with jax.named_scope("prefill"):
-        hidden, cache = prefill(params, tokens_BP, length, cfg, layout)
+        hidden, cache = prefill(params, tokens_BP, length, cfg, layout, decoding.kv_cache)
         last = take_window(hidden, jnp.maximum(lengths_B - 1, 0), 1, layout)[:, 0]
         logits = logits_from_hidden(params, last, cfg)
     seen = None
@@ -144,37 +149,45 @@ def first_token(
         done_B=prompts.valid_B <= 0,
         seen_BV=seen,
     )
-    return record(state, logits, prompts.sample_ids_B, decoding, key=key)
+    return record(state, logits, prompts, decoding, key=key)
 
 
 def record(
     state: LoopState,
     logits_BV: jax.Array,
-    sample_ids_B: jax.Array,
+    prompts: Any,
     decoding: Decoding,
     *,
     key: jax.Array,
 ) -> LoopState:
     """Draws a token for every row that has not ended, and appends it."""
     token_B, logprob_B = sample(
-        logits_BV, sample_ids_B, state.index, decoding.sampling, decoding.stop_ids,
+        logits_BV, prompts.sample_ids_B, state.lengths_B, decoding.sampling, decoding.stop_ids,
         decoding.layout, state.seen_BV, key=key,
     )  # fmt: skip
     token_B = jnp.where(state.done_B, 0, token_B)
     logprob_B = jnp.where(state.done_B, 0.0, logprob_B)
-    here, seen = (state.index, 0), state.seen_BV
-    if seen is not None:
-        seen = seen | (jnp.arange(seen.shape[1])[None] == token_B[:, None])
+    here, lengths_B = (state.index, 0), state.lengths_B + ~state.done_B
+    done_B = state.done_B | is_stop(token_B, decoding.stop_ids)
+    if prompts.limits_B is not None:
+        done_B = done_B | (lengths_B >= prompts.limits_B)
     return replace(
         state,
         index=state.index + 1,
         tokens_RB=lax.dynamic_update_slice(state.tokens_RB, token_B[None], here),
         logprobs_RB=lax.dynamic_update_slice(state.logprobs_RB, logprob_B[None], here),
-        lengths_B=state.lengths_B + ~state.done_B,
+        lengths_B=lengths_B,
         last_B=jnp.where(state.done_B, state.last_B, token_B),
-        done_B=state.done_B | is_stop(token_B, decoding.stop_ids),
-        seen_BV=seen,
+        done_B=done_B,
+        seen_BV=with_token(state.seen_BV, token_B),
     )
+
+
+def with_token(seen_BV: jax.Array | None, token_B: jax.Array) -> jax.Array | None:
+    """The tokens that a row has seen, and its new one."""
+    if seen_BV is None:
+        return None
+    return seen_BV | (jnp.arange(seen_BV.shape[1])[None] == token_B[:, None])
 
 
 def is_stop(token_B: jax.Array, stop_ids: tuple[int, ...]) -> jax.Array:

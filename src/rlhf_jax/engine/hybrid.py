@@ -9,7 +9,9 @@ from meshes.reshard import put_batch
 from rlhf_jax.data.batches import PromptBatch
 from rlhf_jax.engine.generate import Decoding, Rollout, for_decoding, generate
 from rlhf_jax.engine.sampling import SamplingConfig
+from rlhf_jax.engine.slots import generate_in_slots
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.narrow import Narrow
 from rlhf_jax.models.params import (
     Params,
     compute_layout,
@@ -24,6 +26,12 @@ class HybridEngine:
     Generation reads the very buffers that the update wrote: nothing is copied between them, and
     nothing here holds parameters unless `pin` is called. With `merge_adapters` it decodes with
     adapters merged into a copy of their weights, made anew in every generation (or by `pin`).
+
+    With `slots` no more rows than that decode at once and have a cache: of a larger batch, a row
+    that ends makes room for the next prompt. Answers are the same.
+
+    `weights` and `kv_cache` ("int8", "fp8") decode in one byte a number: the log-probabilities are
+    those of the policy that is sampled then, not of the parameters.
     """
 
     def __init__(
@@ -33,16 +41,23 @@ class HybridEngine:
         stop_ids: tuple[int, ...],
         *,
         merge_adapters: bool = False,
+        slots: int | None = None,
+        weights: Narrow = "same",
+        kv_cache: Narrow = "same",
     ) -> None:
         self.cfg = cfg
         self.mesh = mesh
         self.stop_ids = stop_ids
         self.merge_adapters = merge_adapters
+        self.slots = slots
+        self.weights: Narrow = weights
+        self.kv_cache: Narrow = kv_cache
         self.store: Layout = store_layout(cfg, mesh)
         self.compute: Layout = compute_layout(cfg, mesh)
         self.rollout: Layout = generate_layout(cfg, mesh)
+        check_slots(slots, self.rollout.batch_size_divisor)
         self._generate = functools.cache(self._compile_generate)
-        self._gather = jax.jit(lambda p: for_decoding(p, cfg, self.rollout, merge_adapters))
+        self._gather = jax.jit(lambda p: for_decoding(p, self._decoding(SamplingConfig())))
 
     def generate(
         self,
@@ -86,6 +101,26 @@ class HybridEngine:
                 f"model has {self.cfg.max_positions} positions: shorten one of them"
             )
 
+    def _decoding(self, sampling: SamplingConfig) -> Decoding:
+        return Decoding(
+            self.cfg, self.rollout, sampling, self.stop_ids, self.merge_adapters,
+            self.weights, self.kv_cache,
+        )  # fmt: skip
+
     def _compile_generate(self, sampling: SamplingConfig):
-        decoding = Decoding(self.cfg, self.rollout, sampling, self.stop_ids, self.merge_adapters)
-        return jax.jit(functools.partial(generate, decoding=decoding))
+        decoding = self._decoding(sampling)
+
+        def rollout(params: Params[jax.Array], rows: PromptBatch, *, key: jax.Array) -> Rollout:
+            if self.slots is None or rows.tokens_BP.shape[0] <= self.slots:
+                return generate(params, rows, decoding, key=key)
+            return generate_in_slots(params, rows, self.slots, decoding, key=key)
+
+        return jax.jit(rollout)
+
+
+def check_slots(slots: int | None, divisor: int) -> None:
+    """ValueError where slots do not divide over the devices that share a batch."""
+    if slots is not None and (slots < 1 or slots % divisor):
+        raise ValueError(
+            f"{slots} slots do not divide over {divisor} devices: use a multiple of {divisor}"
+        )

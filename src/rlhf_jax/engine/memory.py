@@ -6,7 +6,7 @@ compare them with compiled programs.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,10 +15,14 @@ from jax.sharding import AbstractMesh, Mesh
 
 from meshes.layout import Layout
 from meshes.spec import ParamSpec
+from rlhf_jax.engine.offloaded import piece_name
+from rlhf_jax.engine.optimizer import MomentsDtype, Optim
+from rlhf_jax.engine.slots import group_size
 from rlhf_jax.models.adapted import without_adapters
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.decoder import Remat
 from rlhf_jax.models.lora import LoRAConfig, adapted_specs, adapters_in, split, trains
+from rlhf_jax.models.narrow import Narrow, declare_narrow
 from rlhf_jax.models.params import (
     compute_layout,
     generate_layout,
@@ -28,10 +32,14 @@ from rlhf_jax.models.params import (
     scalar_specs,
     store_layout,
 )
+from rlhf_jax.models.quantized import plain_spec
+from rlhf_jax.models.remat import keeps_products
 from rlhf_jax.models.scoring import CHUNK
 
 FLOAT32 = 4
-MOMENTS = 2
+MOMENTS = {"adamw": 2, "lion": 1}
+FACTORED = 128
+"""Adafactor keeps a row and a column of matrices with no dimension below this, as optax has it."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,7 @@ class ModelMemory:
     Attributes:
         lora: of a model that trains; None: it is frozen.
         scalar: it has a scalar head in place of the unembedding.
-        fused_attention: no matrix of attention scores ever exists (cuDNN).
+        fused_attention: no matrix of attention scores ever exists (cuDNN, or the kernel).
     """
 
     cfg: ModelConfig
@@ -93,23 +101,33 @@ class ModelMemory:
 
     def plain_weights(self) -> int:
         """The model without adapters."""
-        plain = scalar_specs(self.cfg) if self.scalar else param_specs(self.cfg)
-        return tree_bytes(plain, self.store, self.itemsize)
+        return tree_bytes(without_adapters(self.specs), self.store, self.itemsize)
 
     def copied(self) -> int:
         """What a reference without adapters copies: what trains and is no adapter."""
         assert self.lora is not None
         moving = without_adapters(trains(self.specs, self.lora))
-        plain = scalar_specs(self.cfg) if self.scalar else param_specs(self.cfg)
+        plain = without_adapters(self.specs)
         return tree_bytes(split(plain, moving)[0], self.store, self.itemsize)
 
     def masters(self) -> int:
         """The float32 originals of what trains; none where the working copy is float32 itself."""
         return 0 if self.itemsize == FLOAT32 else self.gradients()
 
-    def moments(self) -> int:
-        """AdamW's."""
-        return MOMENTS * self.gradients()
+    def moments(self, optim: Optim = "adamw", dtype: MomentsDtype = "float32") -> int:
+        """What an optimizer keeps for each parameter that trains."""
+        if optim == "adafactor":
+            leaves = jax.tree.leaves(self.trained, is_leaf=is_spec)
+            return sum(factored_bytes(self.store, spec) for spec in leaves)
+        return MOMENTS[optim] * self.gradients() * jnp.dtype(dtype).itemsize // FLOAT32
+
+    def largest_piece(self) -> int:
+        """The float32 bytes of the largest piece that an offloaded optimizer updates at a time."""
+        sizes: dict[str, int] = {}
+        for path, spec in jax.tree.leaves_with_path(self.trained, is_leaf=is_spec):
+            name, size = piece_name(path), leaf_bytes(self.store, spec, FLOAT32)
+            sizes[name] = sizes.get(name, 0) + size
+        return max(sizes.values(), default=0)
 
     def gradients(self) -> int:
         """Float32 gradients of what trains, in STORE."""
@@ -121,40 +139,67 @@ class ModelMemory:
         """
         return self.gradients() * (FLOAT32 if num_parts > 1 else self.itemsize) // FLOAT32
 
-    def rollout_copy(self) -> int:
-        """What decoding gathers: nothing where STORE and GENERATE agree."""
+    def rollout_copy(self, weights: Narrow = "same") -> int:
+        """What decoding gathers (nothing where STORE and GENERATE agree), and all that it rounds to
+        `weights`.
+        """
+        specs = self.specs
+        stored = {
+            id(spec)
+            for spec in jax.tree.leaves(specs, is_leaf=is_spec)
+            if self.rollout.spec(*spec.axes) == self.store.spec(*spec.axes)
+        }
         return sum(
             leaf_bytes(self.rollout, spec, self.itemsize)
-            for spec in jax.tree.leaves(self.specs, is_leaf=is_spec)
-            if self.rollout.spec(*spec.axes) != self.store.spec(*spec.axes)
+            for spec in jax.tree.leaves(declare_narrow(specs, weights), is_leaf=is_spec)
+            if id(spec) not in stored
         )
 
-    def cache(self, rows: Rows) -> int:
-        """Keys and values of every layer."""
+    def cache(self, rows: Rows, kind: Narrow = "same") -> int:
+        """Keys and values of every layer; of one byte a number and their scales, if not "same"."""
         cfg = self.cfg
         shape = (rows.rows, cfg.num_kv_heads, rows.length, cfg.head_size)
         axes = ("batch", "heads", None, None)
-        return 2 * cfg.num_layers * local_bytes(self.rollout, shape, axes, self.itemsize)
+        itemsize = self.itemsize if kind == "same" else 1
+        scales = 0 if kind == "same" else local_bytes(self.rollout, shape[:3], axes[:3], FLOAT32)
+        return 2 * cfg.num_layers * (local_bytes(self.rollout, shape, axes, itemsize) + scales)
 
     def merged_copy(self) -> int:
         """The weights that adapters are merged into, as decoding reads them."""
+        matrices = [plain_spec(node.base_FD) for _, node in adapters_in(self.specs)]
         return sum(
-            leaf_bytes(self.rollout, node.base_FD, self.itemsize)
-            for _, node in adapters_in(self.specs)
-            if self.rollout.spec(*node.base_FD.axes) == self.store.spec(*node.base_FD.axes)
+            leaf_bytes(self.rollout, matrix, self.itemsize)
+            for matrix in matrices
+            if self.rollout.spec(*matrix.axes) == self.store.spec(*matrix.axes)
         )
 
-    def generating(self, rows: Rows, *, merged: bool = False) -> int:
+    def generating(
+        self,
+        rows: Rows,
+        *,
+        merged: bool = False,
+        slots: int | None = None,
+        weights: Narrow = "same",
+        kv_cache: Narrow = "same",
+    ) -> int:
         """Prefill and decode of `rows`, beside the weights: the copy, the cache and, at the last
         layer of the prompts, what that layer computes in place of its share of the cache.
+
+        With fewer `slots` than rows the cache is theirs, whole before any prompt is read; prompts
+        are read in groups.
         """
-        cache, layers = self.cache(rows), self.cfg.num_layers
-        prompts = Rows(rows.rows, rows.length - rows.counted, 1)
-        last = max(cache // layers, self.layer_forward(prompts, self.rollout))
+        at_once = min(slots or rows.rows, rows.rows)
+        in_slots = at_once < rows.rows
+        cache = self.cache(replace(rows, rows=at_once), kv_cache)
+        layers = self.cfg.num_layers
+        together = group_size(at_once, self.rollout.batch_size_divisor) if in_slots else at_once
+        prompts = Rows(together, rows.length - rows.counted, 1)
+        last = self.layer_forward(prompts, self.rollout)
+        last = cache // layers + last if in_slots else max(cache // layers, last)
         logits = local_bytes(
-            self.rollout, (rows.rows, self.cfg.padded_vocab), ("batch", None), 2 * FLOAT32
+            self.rollout, (at_once, self.cfg.padded_vocab), ("batch", None), 2 * FLOAT32
         )
-        copies = self.rollout_copy() + (self.merged_copy() if merged else 0)
+        copies = self.rollout_copy(weights) + (self.merged_copy() if merged else 0)
         return copies + cache * (layers - 1) // layers + last + logits
 
     def scoring(self, rows: Rows) -> int:
@@ -169,22 +214,31 @@ class ModelMemory:
         part = Rows(rows.rows // num_parts, rows.length, rows.counted)
         total, kept = self.held_gradients(num_parts), self.cfg.num_layers * self.kept(part, remat)
         layer = self.layer_backward(part) + 2 * self.gathered_layer()
-        outer = self.gathered_outer()
+        outer, head = self.gathered_outer(), self.head_backward(part, remat)
         if num_parts > 1:
-            return total + outer + kept + max(self.head_backward(part), layer)
-        return outer + max(
-            kept + self.head_backward(part), kept // self.cfg.num_layers + layer + total
-        )
+            return total + outer + kept + max(head, layer)
+        return outer + max(kept + head, kept // self.cfg.num_layers + layer + total)
 
     def kept(self, rows: Rows, remat: Remat) -> int:
-        """What one layer's forward pass keeps for its backward pass."""
+        """What one layer's forward pass keeps for its backward pass (`models/remat.py`)."""
         wide = self.widths(rows, self.compute)
         kept = wide["D"]
-        if remat != "full":  # XLA keeps the feed-forward's product and its activation
-            kept += wide["E"] + wide["D"] + 2 * wide["F"]
+        if remat != "full":
+            kept += wide["H"] + self.softmax_sums(rows)
+        if remat in ("mlp", "dots", "none"):
+            kept += wide["E"] + wide["D"]
+        if remat in ("dots", "none"):
+            kept += wide["F"] + (0 if self.cfg.pre_norm else wide["D"])
         if remat == "none":
-            kept += wide["H"] + 2 * wide["D"] + self.scores(rows)
+            kept += 2 * wide["D"] + self.scores(rows) + self.gathered_layer()
         return kept
+
+    def softmax_sums(self, rows: Rows) -> int:
+        """What fused attention notes of each query's softmax: float32."""
+        if not self.fused_attention:
+            return 0
+        shape = (rows.rows, self.cfg.num_heads, rows.length)
+        return local_bytes(self.compute, shape, ("batch", "heads", None), FLOAT32)
 
     def layer_forward(self, rows: Rows, layout: Layout) -> int:
         """A layer's input and output, and the larger of attention and feed-forward."""
@@ -231,15 +285,28 @@ class ModelMemory:
         """Logits of a chunk."""
         return 0 if self.scalar else 2 * self.logits(rows)
 
-    def head_backward(self, rows: Rows) -> int:
-        """Logits of a chunk, their gradient, and the float32 gradient of the whole unembedding."""
+    def head_backward(self, rows: Rows, remat: Remat) -> int:
+        """Logits of a chunk, their gradient, the float32 gradient of the unembedding, and the
+        probabilities where they are kept.
+        """
         if self.scalar:
             return 0
-        return 2 * self.logits(rows) + FLOAT32 * self.cfg.padded_vocab * self.cfg.embed_width
+        cfg, table = self.cfg, ("vocab", None)
+        gradient = local_bytes(self.compute, (cfg.padded_vocab, cfg.embed_width), table, FLOAT32)
+        kept = keeps_products(remat) * self.scored(rows) * self.columns * self.itemsize
+        return 2 * self.logits(rows) + gradient + kept
 
     def logits(self, rows: Rows) -> int:
-        local = rows.rows // self.compute.batch_size_divisor
-        return FLOAT32 * min(CHUNK, local * rows.counted) * self.cfg.padded_vocab
+        return FLOAT32 * min(CHUNK, self.scored(rows)) * self.columns
+
+    def scored(self, rows: Rows) -> int:
+        """Positions with logits, on one device."""
+        return rows.rows // self.compute.batch_size_divisor * rows.counted
+
+    @property
+    def columns(self) -> int:
+        """Entries of the vocabulary, on one device."""
+        return local_bytes(self.compute, (self.cfg.padded_vocab,), ("vocab",), 1)
 
 
 def local_bytes(
@@ -250,8 +317,17 @@ def local_bytes(
 
 
 def leaf_bytes(layout: Layout, spec: ParamSpec, itemsize: int) -> int:
-    """Of a parameter, on one device."""
-    return local_bytes(layout, spec.shape, spec.axes, itemsize)
+    """Of a parameter, on one device; `itemsize` is the model's."""
+    own = itemsize if spec.dtype is None else jnp.dtype(spec.dtype).itemsize
+    return local_bytes(layout, spec.shape, spec.axes, own)
+
+
+def factored_bytes(layout: Layout, spec: ParamSpec) -> int:
+    """What Adafactor keeps of a parameter, on one device."""
+    if len(spec.shape) != 2 or min(spec.shape) < FACTORED:
+        return leaf_bytes(layout, spec, FLOAT32)
+    sides = zip(spec.shape, spec.axes, strict=True)
+    return sum(local_bytes(layout, (size,), (axis,), FLOAT32) for size, axis in sides)
 
 
 def tree_bytes(specs: Any, layout: Layout, itemsize: int) -> int:

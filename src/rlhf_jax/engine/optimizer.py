@@ -1,5 +1,6 @@
-"""AdamW with separate groups, a learning-rate schedule and global-norm clipping, from optax."""
+"""Update rules, with groups, a learning-rate schedule and global-norm clipping, from optax."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -7,15 +8,22 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from rlhf_jax.engine.moments import with_bfloat16_moments
 from rlhf_jax.models.lora import is_adapter
 from rlhf_jax.models.params import is_spec
 
 Schedule = Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial"]
+Optim = Literal["adamw", "lion", "adafactor"]
+MomentsDtype = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW. Biases and norms are not decayed.
+    """An update rule. Biases and norms are not decayed.
+
+    `adamw` keeps two moments of each parameter, `lion` one (it wants a tenth of AdamW's rate),
+    `adafactor` none of a matrix but a row and a column, and neither beta nor eps. In bfloat16
+    moments are rounded stochastically.
 
     The rate rises linearly over `warmup_steps`, then stays (`constant`) or falls to
     `final_fraction` of itself at the last step: along a line, half a cosine, `num_cycles` of them
@@ -33,6 +41,8 @@ class OptimizerConfig:
     beta2: float = 0.95
     eps: float = 1e-8
     clip_norm: float = 1.0
+    optim: Optim = "adamw"
+    moments_dtype: MomentsDtype = "float32"
 
     def __post_init__(self) -> None:
         if self.learning_rate < 0 or self.weight_decay < 0 or self.warmup_steps < 0:
@@ -48,6 +58,11 @@ class OptimizerConfig:
             raise ValueError(f"beta1 and beta2 must lie in [0, 1), got {self.beta1}, {self.beta2}")
         if self.clip_norm <= 0:
             raise ValueError(f"clip_norm must be positive, got {self.clip_norm}")
+        if self.optim == "adafactor" and self.moments_dtype != "float32":
+            raise ValueError(
+                f"moments_dtype={self.moments_dtype}: adafactor keeps a row and a column of each "
+                "matrix, in float32: leave it out, or use optim=adamw or lion"
+            )
 
 
 def learning_rate_schedule(cfg: OptimizerConfig, num_steps: int) -> optax.Schedule:
@@ -101,33 +116,101 @@ def rate_metrics(rates: Rates, step: jax.Array, prefix: str = "") -> dict[str, j
     return {f"{prefix}{name}": jnp.float32(rate(step)) for name, rate in rates.items()}
 
 
-def make_optimizer(
-    cfg: OptimizerConfig, specs: Any, num_steps: int, *, adapter_rate: float | None = None
-) -> optax.GradientTransformation:
-    """Clip by the global norm, then AdamW with decay where a parameter's declaration says so.
+@dataclass(frozen=True)
+class Rule:
+    """How one parameter is updated, beside what all have in common."""
 
-    `specs` declare what trains. Adapters have the rate `adapter_rate` where there is one; the norm
-    is that of all gradients together, and the schedule has one shape.
+    decayed: bool
+    is_adapter: bool
+
+
+@dataclass(frozen=True)
+class Common:
+    """What all parameters of an optimizer have in common; with a `Rule` for each of some of them it
+    is a transformation of those alone.
     """
-    decayed = jax.tree.map(lambda spec: spec.decay, specs, is_leaf=is_spec)
-    groups = jax.tree.map(lambda yes: "adapters" if yes else "rest", is_adapter(specs))
-    rest = learning_rate_schedule(cfg, num_steps)
-    adapters = rest
-    if adapter_rate is not None:
-        adapters = learning_rate_schedule(replace(cfg, learning_rate=adapter_rate), num_steps)
-    if "adapters" in jax.tree.leaves(groups):
-        scale_by_rate = optax.partition(
+
+    cfg: OptimizerConfig
+    num_steps: int
+    adapter_rate: float | None
+    has_adapters: bool
+
+    def transformation(
+        self, decayed: Any, groups: Any, numbers: Any = None
+    ) -> optax.GradientTransformation:
+        """Of clipped gradients. `decayed` and `groups` (`adapters` or `rest`) are trees like the
+        parameters, which have these `numbers` among all (None: they are all there are).
+        """
+        return optax.chain(
+            self._direction(numbers),
+            optax.add_decayed_weights(self.cfg.weight_decay, mask=decayed),
+            self._scale_by_rate(groups),
+        )
+
+    def of(self, rules: Sequence[Rule], numbers: Any) -> optax.GradientTransformation:
+        """Of a list of parameters."""
+        groups = [group_of(rule.is_adapter) for rule in rules]
+        return self.transformation([rule.decayed for rule in rules], groups, numbers)
+
+    def _direction(self, numbers: Any) -> optax.GradientTransformation:
+        cfg = self.cfg
+        if cfg.optim == "adafactor":
+            return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
+        if cfg.optim == "lion":
+            rule = optax.scale_by_lion(b1=cfg.beta1, b2=cfg.beta2)
+        else:
+            rule = optax.scale_by_adam(b1=cfg.beta1, b2=cfg.beta2, eps=cfg.eps)
+        return with_bfloat16_moments(rule, numbers) if cfg.moments_dtype == "bfloat16" else rule
+
+    def _scale_by_rate(self, groups: Any) -> optax.GradientTransformation:
+        rest = adapters = learning_rate_schedule(self.cfg, self.num_steps)
+        if self.adapter_rate is not None:
+            adapters = learning_rate_schedule(
+                replace(self.cfg, learning_rate=self.adapter_rate), self.num_steps
+            )
+        if not self.has_adapters:
+            return optax.scale_by_learning_rate(rest)
+        return optax.partition(
             {
                 "adapters": optax.scale_by_learning_rate(adapters),
                 "rest": optax.scale_by_learning_rate(rest),
             },
             groups,
         )
-    else:
-        scale_by_rate = optax.scale_by_learning_rate(rest)
-    adamw = optax.chain(
-        optax.scale_by_adam(b1=cfg.beta1, b2=cfg.beta2, eps=cfg.eps),
-        optax.add_decayed_weights(cfg.weight_decay, mask=decayed),
-        scale_by_rate,
-    )
-    return optax.chain(optax.clip_by_global_norm(cfg.clip_norm), adamw)
+
+
+def group_of(is_adapter: bool) -> str:
+    """Which learning rate a parameter has."""
+    return "adapters" if is_adapter else "rest"
+
+
+@dataclass(frozen=True, eq=False)
+class Optimizer:
+    """An optax optimizer that also knows its parameters one by one, in the order of their tree."""
+
+    init: Callable[[Any], Any]
+    update: Callable[..., tuple[Any, Any]]
+    common: Common
+    rules: tuple[Rule, ...]
+
+
+def make_optimizer(
+    cfg: OptimizerConfig, specs: Any, num_steps: int, *, adapter_rate: float | None = None
+) -> Optimizer:
+    """Clip by the global norm, then the rule with decay where a parameter's declaration says so.
+
+    `specs` declare what trains. Adapters have the rate `adapter_rate` where there is one; the norm
+    is that of all gradients together, and the schedule has one shape.
+    """
+    decayed = jax.tree.map(lambda spec: spec.decay, specs, is_leaf=is_spec)
+    adapters = is_adapter(specs)
+    common = Common(cfg, num_steps, adapter_rate, any(jax.tree.leaves(adapters)))
+    rule = common.transformation(decayed, jax.tree.map(group_of, adapters))
+    whole = optax.chain(optax.clip_by_global_norm(cfg.clip_norm), rule)
+    pairs = zip(jax.tree.leaves(decayed), jax.tree.leaves(adapters), strict=True)
+    return Optimizer(whole.init, whole.update, common, tuple(Rule(*pair) for pair in pairs))
+
+
+def clip(grad: jax.Array, norm: jax.Array, limit: float) -> jax.Array:
+    """One gradient of those whose global norm is `norm`, as `optax.clip_by_global_norm` has it."""
+    return jax.lax.select(norm < limit, grad, (grad / norm.astype(grad.dtype)) * limit)

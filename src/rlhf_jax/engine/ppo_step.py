@@ -12,7 +12,7 @@ from meshes.layout import Layout
 from meshes.reshard import local_shards
 from rlhf_jax.data.batches import TextBatch
 from rlhf_jax.engine.generate import Rollout
-from rlhf_jax.engine.state import TrainState, apply_gradients
+from rlhf_jax.engine.state import AnyOptimizer, TrainState, apply_gradients
 from rlhf_jax.engine.step import Metrics, all_finite, fold_step, gradients
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.decoder import Remat, forward
@@ -23,6 +23,7 @@ from rlhf_jax.objectives.experience import Experience, RewardSettings, build_exp
 from rlhf_jax.objectives.losses import policy_loss, prediction_mask, sft_loss, value_loss
 from rlhf_jax.objectives.masked import length_mask, masked_mean
 from rlhf_jax.objectives.rewards import standardize_scores
+from rlhf_jax.objectives.rollout_correction import compare_with_rollout
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class UpdateSettings:
 
 @flax.struct.dataclass
 class Scorers:
-    """The models that score a rollout. The actor serves only `old_logprobs="train"`; without a
-    reward model the score is what comes from outside.
+    """The models that score a rollout. The actor serves only to recompute log-probabilities;
+    without a reward model the score is what comes from outside.
     """
 
     actor: Params[jax.Array]
@@ -66,7 +67,7 @@ class ScoringSettings:
 
     The reward model's scores are standardised with `score_mean` and `score_std` and multiplied by
     `reward_model_weight`. `adaptive_kl` serves where the `Control` has a KL coefficient,
-    `center_scores` where it has moments.
+    `center_scores` where it has moments, `rollout_is_threshold` with `recompute_logprobs`.
     """
 
     reward: RewardSettings
@@ -77,6 +78,7 @@ class ScoringSettings:
     reward_model_weight: float = 1.0
     adaptive_kl: AdaptiveKL | None = None
     center_scores: bool = False
+    rollout_is_threshold: float | None = None
 
 
 def join_rows(
@@ -108,7 +110,9 @@ def answer_logprobs(
     hidden = forward(params, tokens_BT, model.cfg, model.layout, remat=remat)
     hidden = take_window(hidden, prompt_lengths_B - 1, num_answer, model.layout)
     targets = take_window(tokens_BT, prompt_lengths_B, num_answer, model.layout)
-    return score_tokens(params, hidden, targets, model.cfg, model.layout, temperature=temperature)
+    return score_tokens(
+        params, hidden, targets, model.cfg, model.layout, temperature=temperature, remat=remat
+    )
 
 
 def row_scores(
@@ -146,12 +150,13 @@ def score_rollout(
     tokens = join_rows(prompts.tokens_BP, starts, rollout.tokens_BR, layout)
     args = (tokens, starts, num_answer, actor, settings.temperature)
     ref_logprobs, _ = answer_logprobs(models.reference, *args)
-    logprobs, entropies, shift = rollout.logprobs_BR, None, {}
+    assert settings.recompute_logprobs or settings.rollout_is_threshold is None
+    logprobs, entropies, weights, shift = rollout.logprobs_BR, None, None, {}
     if settings.recompute_logprobs:
         logprobs, entropies = answer_logprobs(models.actor, *args)
         mask = length_mask(rollout.lengths_B, num_answer) & (prompts.valid_B > 0)[:, None]
-        shift["rollout/logprob_diff_mean"] = masked_mean(
-            jnp.abs(logprobs - rollout.logprobs_BR), mask
+        weights, shift = compare_with_rollout(
+            logprobs, rollout.logprobs_BR, mask, threshold=settings.rollout_is_threshold
         )
     values = take_window(
         row_scores(models.critic, tokens, critic), starts - 1, num_answer, critic.layout
@@ -178,6 +183,7 @@ def score_rollout(
         rewarded_scores_B=rewarded,
         kl_coef=control.kl_coef,
         entropies_BR=entropies,
+        weights_BR=weights,
     )
     control, adapted = steer(scaled_control, metrics["objective/kl"], prompts.valid_B, settings)
     return experience, control, metrics | shift | adapted
@@ -247,8 +253,9 @@ def actor_loss(
         model, settings.temperature, settings.remat,
     )  # fmt: skip
     loss, metrics = policy_loss(
-        logprobs, batch.logprobs_BR, batch.advantages_BR, batch.mask_BR, clip=settings.clip_range
-    )
+        logprobs, batch.logprobs_BR, batch.advantages_BR, batch.mask_BR, batch.weights_BR,
+        clip=settings.clip_range,
+    )  # fmt: skip
     entropy = masked_mean(entropies, batch.mask_BR)
     shift = jnp.where(batch.mask_BR, jnp.abs(logprobs - batch.logprobs_BR), 0.0)
     metrics |= {
@@ -264,8 +271,9 @@ def ptx_loss(
     """`ptx_coef` times the cross-entropy a token of pretraining text (InstructGPT, equation 2)."""
     hidden = forward(params, batch.tokens_BT, model.cfg, model.layout, remat=settings.remat)
     logprobs, _ = score_tokens(
-        params, hidden[:, :-1], batch.tokens_BT[:, 1:], model.cfg, model.layout
-    )
+        params, hidden[:, :-1], batch.tokens_BT[:, 1:], model.cfg, model.layout,
+        remat=settings.remat,
+    )  # fmt: skip
     loss = sft_loss(logprobs, text_mask(batch))
     return settings.ptx_coef * loss, {"loss/ptx_avg": loss}
 
@@ -298,7 +306,40 @@ def critic_loss(
     return settings.value_coef * loss, metrics
 
 
+@flax.struct.dataclass
+class BothGradients:
+    """Float32 gradients of actor and critic, their norms, and whether steps are taken on them: they
+    are where all is `finite` and the update phase has not `stopped`.
+    """
+
+    actor: Any
+    critic: Any
+    norms: tuple[jax.Array, jax.Array]
+    finite: jax.Array
+    stopped: jax.Array
+    metrics: Metrics
+
+
 def ppo_update(
+    actor: TrainState,
+    critic: TrainState,
+    *args: Any,
+    optimizers: tuple[AnyOptimizer, AnyOptimizer],
+    **kwargs: Any,
+) -> tuple[TrainState, TrainState, jax.Array, Metrics]:
+    """One optimizer step of both models on `ppo_gradients`, as one program.
+
+    Both are skipped where either has a gradient that is not finite (counted), and where the policy
+    has moved further from its rollout than `target_kl` (for the rest of the update phase).
+    """
+    found = ppo_gradients(actor, critic, *args, **kwargs)
+    allowed = ~found.stopped
+    actor = apply_gradients(actor, found.actor, optimizers[0], found.finite, allowed=allowed)
+    critic = apply_gradients(critic, found.critic, optimizers[1], found.finite, allowed=allowed)
+    return actor, critic, found.stopped, found.metrics
+
+
+def ppo_gradients(
     actor: TrainState,
     critic: TrainState,
     experience: Experience,
@@ -310,16 +351,12 @@ def ppo_update(
     key: jax.Array | None = None,
     actor_place: ModelOnMesh,
     critic_place: ModelOnMesh,
-    optimizers: tuple[optax.GradientTransformation, optax.GradientTransformation],
     settings: UpdateSettings,
-) -> tuple[TrainState, TrainState, jax.Array, Metrics]:
-    """One optimizer step of both models on some rows of an experience, as one program.
+) -> BothGradients:
+    """The gradients of both models on some rows of an experience.
 
     `frozen` holds what of actor and critic does not train; with a `key` their adapters drop out.
-    Where there is pretraining text (`ptx`), the gradient of its loss is added to the actor's. Both
-    models are skipped where either has a gradient that is not finite (counted), and where the
-    policy has moved further from its rollout than `target_kl` (`stopped`, for the rest of the
-    update phase).
+    Where there is pretraining text (`ptx`), the gradient of its loss is added to the actor's.
     """
     batch = take_rows(experience, rows, actor_place.layout)
     parts = settings.num_parts
@@ -352,8 +389,6 @@ def ppo_update(
     finite = all_finite(*norms, actor_value, critic_value)
     if settings.target_kl is not None:
         stopped = stopped | (metrics["policy/approxkl_avg"] > settings.target_kl)
-    actor = apply_gradients(actor, actor_grads, optimizers[0], finite, allowed=~stopped)
-    critic = apply_gradients(critic, critic_grads, optimizers[1], finite, allowed=~stopped)
     metrics |= critic_metrics
     metrics |= {
         "policy/grad_norm": norms[0],
@@ -361,4 +396,4 @@ def ppo_update(
         "val/skipped": 1.0 - finite,
         "val/stopped": stopped.astype(jnp.float32),
     }
-    return actor, critic, stopped, metrics
+    return BothGradients(actor_grads, critic_grads, norms, finite, stopped, metrics)

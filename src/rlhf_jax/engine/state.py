@@ -1,11 +1,22 @@
 """What a trained model consists of: working parameters, float32 masters, optimizer moments."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
+
+
+class AnyOptimizer(Protocol):
+    """optax's, or `engine.optimizer.Optimizer`."""
+
+    @property
+    def init(self) -> Callable[[Any], Any]: ...
+
+    @property
+    def update(self) -> Callable[..., tuple[Any, Any]]: ...
 
 
 @flax.struct.dataclass
@@ -25,7 +36,7 @@ class TrainState:
     skipped: jax.Array
 
 
-def create_state(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
+def create_state(params: Any, optimizer: AnyOptimizer) -> TrainState:
     """A fresh state around working parameters, which it does not copy."""
     mixed = any(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(params))
 
@@ -40,7 +51,7 @@ def create_state(params: Any, optimizer: optax.GradientTransformation) -> TrainS
 def apply_gradients(
     state: TrainState,
     grads: Any,
-    optimizer: optax.GradientTransformation,
+    optimizer: AnyOptimizer,
     finite: jax.Array,
     *,
     allowed: jax.Array | bool = True,

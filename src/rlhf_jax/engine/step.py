@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
-from rlhf_jax.engine.state import TrainState, apply_gradients
+from rlhf_jax.engine.state import AnyOptimizer, TrainState, apply_gradients
 from rlhf_jax.models.adapted import with_dropout
 from rlhf_jax.models.lora import combine
 from rlhf_jax.objectives.losses import Metrics
@@ -63,13 +64,19 @@ def gradients(
     if num_parts == 1:
         return part(params, batch, jnp.int32(0))
     parts = split_rows(batch, num_parts)
-    first, rest = jax.tree.map(lambda x: x[0], parts), jax.tree.map(lambda x: x[1:], parts)
+    # The sum starts from zeros, not from the first part: its body is compiled once, not twice.
+    first = jax.tree.map(lambda x: x[0], parts)
     total_of, _ = lax.scan(
         lambda carry, micro: (jax.tree.map(jnp.add, carry, part(params, *micro)), None),
-        part(params, first, jnp.int32(0)),
-        (rest, jnp.arange(1, num_parts)),
+        zeros(jax.eval_shape(part, params, first, jnp.int32(0))),
+        (parts, jnp.arange(num_parts)),
     )
     return total_of
+
+
+def zeros[Tree](shapes: Tree) -> Tree:
+    """Zeros of these shapes, each in its sharding."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, out_sharding=x.sharding), shapes)
 
 
 def all_finite(*norms: jax.Array) -> jax.Array:
@@ -90,15 +97,42 @@ def train_step(
     *,
     loss_fn: LossFn,
     weight_fn: WeightFn,
-    optimizer: optax.GradientTransformation,
+    optimizer: AnyOptimizer,
     num_parts: int,
 ) -> tuple[TrainState, Metrics]:
     """Gradients and one optimizer step of one model; skipped where not finite."""
+    found = loss_gradients(
+        state, batch, frozen, key, loss_fn=loss_fn, weight_fn=weight_fn, num_parts=num_parts
+    )
+    return apply_gradients(state, found.grads, optimizer, found.finite), found.metrics
+
+
+@flax.struct.dataclass
+class Gradients:
+    """Float32 gradients of one model, their norm, and whether all is finite."""
+
+    grads: Any
+    norm: jax.Array
+    finite: jax.Array
+    metrics: Metrics
+
+
+def loss_gradients(
+    state: TrainState,
+    batch: Any,
+    frozen: Any = None,
+    key: jax.Array | None = None,
+    *,
+    loss_fn: LossFn,
+    weight_fn: WeightFn,
+    num_parts: int,
+) -> Gradients:
+    """The gradients of a train step, and its metrics."""
     grads, loss, metrics = gradients(
         loss_fn, state.params, batch, weight_fn, num_parts,
         frozen=frozen, key=None if key is None else fold_step(key, state),
     )  # fmt: skip
     norm = optax.tree.norm(grads)
     finite = all_finite(norm, loss)
-    state = apply_gradients(state, grads, optimizer, finite)
-    return state, {**metrics, "loss": loss, "grad_norm": norm, "skipped": 1.0 - finite}
+    metrics = {**metrics, "loss": loss, "grad_norm": norm, "skipped": 1.0 - finite}
+    return Gradients(grads, norm, finite, metrics)

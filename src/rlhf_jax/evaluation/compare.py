@@ -1,7 +1,7 @@
 """Two models answer the same prompts; a reward model says which answers it likes better."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,8 @@ from rlhf_jax.inference.places import choose_form
 from rlhf_jax.inference.session import Model, load
 
 SIDES = ("baseline", "model")
+LONGEST_ANSWER = 100
+"""Tokens, where the models' positions allow it."""
 
 
 def evaluate_compare(cfg: Compare) -> dict[str, Any]:
@@ -32,9 +34,19 @@ def evaluate_compare(cfg: Compare) -> dict[str, Any]:
     models = {side: load_policy(getattr(cfg, side), cfg) for side in SIDES}
     judge = load_judge(cfg.judge, cfg) if cfg.judge is not None else None
     notes: list[str] = []
-    answers = {side: answer(models[side], prompts, cfg, notes) for side in SIDES}
+    asked = {side: list(encode(models[side], prompts, cfg, notes)) for side in SIDES}
+    if cfg.max_new_tokens is None:
+        rooms = [longest_answer(models[s].config.max_positions, asked[s]) for s in SIDES]
+        cfg = replace(cfg, max_new_tokens=min(rooms))
+    answers = {side: answer(models[side], asked[side], cfg) for side in SIDES}
     numbers = in_both(answers)
-    check_any(numbers, "prompt", f"{read}; all leave no room for an answer")
+    check_any(
+        numbers,
+        "prompt",
+        f"{read}; beside an answer of {cfg.max_new_tokens} tokens none fits into the "
+        f"{min(model.config.max_positions for model in models.values())} positions: name shorter "
+        "ones with --prompts, such as the training data",
+    )
     lost = left_out(over_length=len(prompts) - len(numbers))
     scores: dict[str, dict[int, float]] = {side: {} for side in SIDES}
     result: dict[str, Any] = {}
@@ -82,21 +94,28 @@ def load_policy(name: str, cfg: Compare) -> Model:
     return model
 
 
-def answer(
-    model: Model, prompts: Sequence[Example], cfg: Compare, notes: list[str]
-) -> dict[int, Generation]:
+def longest_answer(positions: int, asked: Sequence[Sequence[int]]) -> int:
+    """What a model's positions leave beside the longest of the prompts, at most `LONGEST_ANSWER`.
+    Prompts that leave less than a quarter of the positions do not count.
+    """
+    least = max(min(LONGEST_ANSWER, positions // 4), 1)
+    fitting = [len(ids) for ids in asked if len(ids) + least <= positions]
+    return min(LONGEST_ANSWER, positions - max(fitting)) if fitting else least
+
+
+def answer(model: Model, asked: Sequence[list[int]], cfg: Compare) -> dict[int, Generation]:
     """The answer to each prompt that leaves room for one, by the prompt's number."""
-    asked = list(encode(model, prompts, cfg, notes))
-    room = model.config.max_positions - cfg.max_new_tokens
-    if room < 1:
+    longest, positions = cfg.max_new_tokens, model.config.max_positions
+    assert longest is not None, "evaluate_compare chooses it"
+    if longest >= positions:
         raise ValueError(
-            f"--max-new-tokens={cfg.max_new_tokens} leaves no room for a prompt in the "
-            f"{model.config.max_positions} positions of {model.name}: lower it"
+            f"--max-new-tokens={longest} leaves no room for a prompt in the {positions} positions "
+            f"of {model.name}: lower it"
         )
-    kept = [n for n, ids in enumerate(asked) if len(ids) <= room]
+    kept = [n for n, ids in enumerate(asked) if len(ids) + longest <= positions]
     given = model.generate(
         [asked[n] for n in kept],
-        max_new_tokens=cfg.max_new_tokens,
+        max_new_tokens=longest,
         temperature=cfg.temperature,
         top_k=cfg.top_k,
         top_p=cfg.top_p,

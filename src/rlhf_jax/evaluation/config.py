@@ -46,10 +46,11 @@ class Compare(Common):
     """A reward model: a run's directory (its reward/), a Hugging Face directory or a Hub name."""
     turn_format: str | None = None
     """How a question is written, such as "Human: {} Assistant:"; \\n is a line break, and {} alone
-    takes prompts as they are. By default as each model's run wrote them; else by its chat template;
+    takes prompts as they are. By default as training asked each model; else by its chat template;
     else "Human: {} Assistant:"."""
-    max_new_tokens: int = 100
-    """Longest answer."""
+    max_new_tokens: int | None = None
+    """Longest answer; by default 100, or what fits into the models' positions beside the longest
+    prompt. Prompts that leave less than a quarter of the positions are left out."""
     temperature: float = 0.0
     """0 always takes the likeliest token."""
     top_k: int = 0
@@ -64,6 +65,11 @@ class Compare(Common):
     """Of sampling and of the bootstrap."""
     shown: int = 6
     """How many prompts are printed with both answers; the file has all."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise ValueError(f"--max-new-tokens={self.max_new_tokens} must be at least 1")
 
 
 @dataclass(frozen=True)

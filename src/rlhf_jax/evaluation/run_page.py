@@ -18,17 +18,19 @@ AFTER = {"actor": "PPO", "actor_ema": "EMA"}
 
 
 def page_with(runs: Sequence[Measured], page: str, title: str) -> str:
-    """The page with its measured part renewed; what people wrote around it stays."""
-    tables = f"{BEGIN}\n\n{measured_part(runs)}\n{END}"
+    """The page with its measured part renewed; what people wrote around it stays. Beside it
+    belongs the picture `title`.svg.
+    """
+    tables = f"{BEGIN}\n\n{measured_part(runs, title)}\n{END}"
     if BEGIN not in page or END not in page:
         head = page.rstrip() or f"# {title}"
         return f"{head}\n\n{tables}\n"
     return page[: page.index(BEGIN)] + tables + page[page.index(END) + len(END) :]
 
 
-def measured_part(runs: Sequence[Measured]) -> str:
-    """All tables."""
-    parts = [results(runs), criteria(runs)]
+def measured_part(runs: Sequence[Measured], title: str) -> str:
+    """The picture and all tables."""
+    parts = [results(runs), criteria(runs), f"## Curves\n\n![Curves of {title}]({title}.svg)\n"]
     if any(run["reward"] for run in runs):
         parts.append(pairs(runs))
     parts += [lengths(runs), curves(runs), phases(runs), sample_table(runs[0])]
@@ -126,7 +128,7 @@ def criteria(runs: Sequence[Measured]) -> str:
         ("step 1 lowers held-out perplexity", sft_falls),
         ('the reward model beats "the longer answer wins" (95 %)', beats_length),
         (f"PPO gains one deviation at a KL of at most {MAX_KL:g} nats", gains),
-        (f"PPO keeps the perplexity of text within {MAX_TEXT_CHANGE:.0%} of step 1", keeps_text),
+        (f"PPO raises the perplexity of text by at most {MAX_TEXT_CHANGE:.0%}", keeps_text),
     ]
     rows = [[label, *(check(run) for run in runs)] for label, check in checks]
     rows = [row for row in rows if any(cell != "–" for cell in row[1:])]
@@ -167,7 +169,7 @@ def keeps_text(run: Measured) -> str:
     if run["text"] is None:
         return "–"
     change = run["text"]["actor"] / run["text"]["sft"] - 1
-    return verdict(abs(change) <= MAX_TEXT_CHANGE, f"{change:+.1%}")
+    return verdict(change <= MAX_TEXT_CHANGE, f"{change:+.1%}")
 
 
 def pairs(runs: Sequence[Measured]) -> str:

@@ -15,6 +15,7 @@ from rlhf_jax.cli.parse import resolve
 from rlhf_jax.data.blend import QUICKSTART
 from rlhf_jax.data.tokenize import PromptRow, tokenize_pairs, tokenize_prompts
 from rlhf_jax.evaluation.config import Perplexity
+from rlhf_jax.evaluation.course import course
 from rlhf_jax.evaluation.lengths import Answers, at_equal_length, decompose, near_pairs
 from rlhf_jax.evaluation.pairs import figures
 from rlhf_jax.evaluation.perplexity import evaluate_perplexity
@@ -80,6 +81,7 @@ def measure_run(directory: Path, settings: Settings) -> dict[str, Any]:
         "policies": measure_policies(directory, cfg, settings),
         "text": measure_text(directory, cfg, settings),
         "curve": curve(record),
+        "course": course(record),
         "seconds": seconds(record),
     }
 

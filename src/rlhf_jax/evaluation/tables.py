@@ -14,7 +14,9 @@ console = Console(highlight=False)
 def show_compare(report: dict[str, Any], shown: int) -> None:
     """Answers side by side, then what they are like and who wins."""
     names = [report[side]["name"] for side in ("baseline", "model")]
-    table = Table("prompt", *names, title=f"{report['rows']} prompts", show_lines=True)
+    longest = report["settings"]["max_new_tokens"]
+    title = f"{report['rows']} prompts, answers of at most {longest} tokens"
+    table = Table("prompt", *names, title=title, show_lines=True)
     for row in report["samples"][:shown]:
         table.add_row(
             Text(row["prompt"].strip()), *(_answer(row[s]) for s in ("baseline", "model"))

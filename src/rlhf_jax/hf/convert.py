@@ -7,7 +7,7 @@ tensors, put on its devices and dropped: the host never holds a whole model, or 
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from rlhf_jax.hf.pieces import HEADS, SCORE_HEAD, Leaf, all_shapes, find_prefix,
 from rlhf_jax.hf.tensors import FLOAT_DTYPES, StoredTensor
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.families import find_family
+from rlhf_jax.models.quantized import quantize_leaf
 
 log = logging.getLogger(__name__)
 
@@ -60,16 +61,18 @@ class LoadReport:
 def load_params(
     directory: Path, cfg: ModelConfig, specs: Any, layout: Layout, dtype: Any, *,
     head: Head = "load", instead: Mapping[str, StoredTensor] | None = None,
+    in_int8: Collection[str] = (),
 ) -> Any:  # fmt: skip
     """Parameters read from `directory`, in `layout` and `dtype`.
 
     `specs` is `param_specs(cfg)`, or `scalar_specs(cfg)` for a reward model or critic: its head
     comes from the checkpoint, or with `head="new"` from its initialiser (a model without head).
-    Tensors of `instead` (an adapter's) are read in place of the directory's, or added.
+    Tensors of `instead` (an adapter's) are read in place of the directory's, or added. Matrices
+    whose paths in a decoder are in `in_int8` are quantized as they come.
     Raises ValueError or FileNotFoundError that name the file and the tensors that do not fit.
     """
     params, report = load_with_report(
-        directory, cfg, specs, layout, dtype, head=head, instead=instead
+        directory, cfg, specs, layout, dtype, head=head, instead=instead, in_int8=in_int8
     )
     log.info("loaded %s: %s", directory, report)
     return params
@@ -78,19 +81,23 @@ def load_params(
 def load_with_report(
     directory: Path, cfg: ModelConfig, specs: Any, layout: Layout, dtype: Any, *,
     head: Head = "load", instead: Mapping[str, StoredTensor] | None = None,
+    in_int8: Collection[str] = (),
 ) -> tuple[Any, LoadReport]:  # fmt: skip
     """`load_params`, and what it cost."""
     began, report = time.perf_counter(), LoadReport()
     checkpoint = replaced(open_checkpoint(directory), cfg, instead or {})
     leaves = plan(specs, cfg, checkpoint)
     check(leaves, cfg, checkpoint, head)
-    arrays = []
+    arrays, near = [], replace(layout, memory=None)
     for leaf in leaves:
         if leaf.path == "head_W" and head == "new":
             arrays.append(new_leaf(leaf, layout, dtype))
-        else:
-            arrays.append(load_leaf(leaf, checkpoint.tensors, layout, np.dtype(dtype), report))
-            report.num_tensors += len(leaf.tensor_shapes())
+            continue
+        narrow = leaf.path.removeprefix("body.") in in_int8
+        place = near if narrow else layout
+        array = load_leaf(leaf, checkpoint.tensors, place, np.dtype(dtype), report)
+        arrays.append(quantize_leaf(array, leaf.spec, layout) if narrow else array)
+        report.num_tensors += len(leaf.tensor_shapes())
     report.seconds = time.perf_counter() - began
     tree = jax.tree.structure(specs, is_leaf=lambda node: hasattr(node, "axes"))
     return jax.tree.unflatten(tree, arrays), report

@@ -30,6 +30,7 @@ from rlhf_jax.models.adapted import is_adapted, merged
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.families import find_family
 from rlhf_jax.models.params import Params, ScalarModel, param_specs, scalar_specs
+from rlhf_jax.models.quantized import is_quantized, widened
 from rlhf_jax.runtime.disk import writing
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -122,10 +123,10 @@ def host_tensors(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Every tensor by name, cut out of the leaves as they come to the host one by one.
 
-    Adapters are added to their weights in float32.
+    Adapters are added to their weights in float32; int8 becomes the numbers that it stands for.
     """
-    for leaf, node in zip(leaves, jax.tree.leaves(params, is_leaf=is_adapted), strict=True):
-        array = add_adapter(node) if is_adapted(node) else node
+    for leaf, node in zip(leaves, jax.tree.leaves(params, is_leaf=is_matrix), strict=True):
+        array = whole_matrix(node) if is_matrix(node) else node
         if array.shape != leaf.spec.shape:
             raise ValueError(f"{leaf.path} has shape {array.shape}, expected {leaf.spec.shape}")
         host = to_host(array)
@@ -142,7 +143,12 @@ def host_tensors(
 
 
 copy = jax.jit(jnp.copy)
-add_adapter = jax.jit(merged)
+whole_matrix = jax.jit(lambda node: merged(node) if is_adapted(node) else widened(node))
+
+
+def is_matrix(node: object) -> bool:
+    """Whether a node of a tree is a matrix in several arrays: with an adapter, or in int8."""
+    return is_adapted(node) or is_quantized(node)
 
 
 def to_host(array: jax.Array) -> np.ndarray:

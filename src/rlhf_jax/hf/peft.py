@@ -27,6 +27,7 @@ from rlhf_jax.models.families import find_family
 from rlhf_jax.models.hf_table import Rows
 from rlhf_jax.models.lora import linear_modules
 from rlhf_jax.models.params import param_specs, scalar_specs
+from rlhf_jax.models.quantized import is_quantized
 
 CONFIG_FILE, WEIGHTS_FILE, PICKLE_FILE = (
     "adapter_config.json",
@@ -260,7 +261,7 @@ def put_factors(
         )
         return copy(made)  # an alias of host memory could not be donated to an update
 
-    def one(key_path: Any, leaf: jax.Array) -> Any:
+    def one(key_path: Any, leaf: Any) -> Any:
         path = jax.tree_util.keystr(key_path, simple=True, separator=".").removeprefix("body.")
         if path not in factors:
             return leaf
@@ -269,4 +270,4 @@ def put_factors(
         core = put(found.core_AD, None, "width")
         return replace(found, base_FD=leaf, side_FA=side, core_AD=core)
 
-    return jax.tree_util.tree_map_with_path(one, params)
+    return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_quantized)

@@ -1,6 +1,6 @@
 """A model by name: its config, its tokenizer and where its weights are."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,8 @@ from rlhf_jax.models.params import (
     init_params,
     param_specs,
     scalar_specs,
-    shardings,
 )
+from rlhf_jax.models.quantized import declare_int8, place_by_path, quantize_params
 from rlhf_jax.models.tiny import QUICKSTART, quickstart_config
 
 
@@ -74,41 +74,51 @@ class Pretrained:
         return replaced(open_checkpoint(self.directory), self.cfg, instead)
 
     def params(
-        self, layout: Layout, dtype: jnp.dtype, *, merged: bool = True, key: jax.Array
-    ) -> Params[jax.Array]:
-        """The decoder's parameters in `layout`."""
+        self, layout: Layout, dtype: jnp.dtype, *, merged: bool = True,
+        in_int8: Collection[str] = (), key: jax.Array,
+    ) -> Params[jax.Array]:  # fmt: skip
+        """The decoder's parameters in `layout`; matrices whose paths are in `in_int8` quantized."""
         specs = param_specs(self.cfg)
         if self.directory is None:
-            return init_params(specs, layout, dtype, key=key)
-        return self._read(self.directory, specs, layout, dtype, "load", merged=merged)
+            return init_params(declare_int8(specs, in_int8), layout, dtype, key=key)
+        return self._read(self.directory, specs, layout, dtype, "load", in_int8, merged=merged)
 
     def scalar_model(
-        self, layout: Layout, dtype: jnp.dtype, *, merged: bool = True, key: jax.Array
-    ) -> ScalarModel[jax.Array]:
+        self, layout: Layout, dtype: jnp.dtype, *, merged: bool = True,
+        in_int8: Collection[str] = (), key: jax.Array,
+    ) -> ScalarModel[jax.Array]:  # fmt: skip
         """The parameters with a scalar head: the checkpoint's, or zeros where it has none."""
         specs = scalar_specs(self.cfg)
         if self.directory is None:
-            return init_params(specs, layout, dtype, key=key)
+            return init_params(declare_int8(specs, in_int8), layout, dtype, key=key)
         head = "load" if self.is_scalar else "new"
-        return self._read(self.directory, specs, layout, dtype, head, merged=merged)
+        return self._read(self.directory, specs, layout, dtype, head, in_int8, merged=merged)
 
     def _read(
-        self, directory: Path, specs: Any, layout: Layout, dtype: jnp.dtype, head: Head, *,
-        merged: bool,
+        self, directory: Path, specs: Any, layout: Layout, dtype: jnp.dtype, head: Head,
+        in_int8: Collection[str], *, merged: bool,
     ) -> Any:  # fmt: skip
-        """Parameters from files."""
+        """Parameters from files. An adapter is merged before the sum is quantized, which then is
+        once whole on the devices.
+        """
         adapter = self.adapter
         if adapter is None:
-            return load_params(directory, self.cfg, specs, layout, dtype, head=head)
+            return load_params(
+                directory, self.cfg, specs, layout, dtype, head=head, in_int8=in_int8
+            )
         near = replace(layout, memory=None)
         base = load_params(
-            directory, self.cfg, specs, near, dtype, head=head, instead=adapter.whole
-        )
+            directory, self.cfg, specs, near, dtype, head=head, instead=adapter.whole,
+            in_int8=() if merged else in_int8,
+        )  # fmt: skip
         model = put_factors(read_factors(adapter, self.cfg), base, self.cfg, near, dtype)
         if not merged:
             return model
+        places = place_by_path(specs, lambda path: near if path in in_int8 else layout)
         with jax.set_mesh(layout.mesh):
-            return jax.jit(merge, out_shardings=shardings(specs, layout))(model)
+            whole = jax.jit(merge, out_shardings=places)(model)
+        del base, model
+        return quantize_params(whole, specs, layout, in_int8)
 
 
 def stop_ids(cfg: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> int | tuple[int, ...] | None:

@@ -15,6 +15,9 @@ from rlhf_jax.models.hf_table import stop_ids
 
 log = logging.getLogger(__name__)
 
+TURN_FORMAT = "turn_format"
+"""Key of tokenizer_config.json, where transformers keeps what it does not know."""
+
 OPT_TOKENS = {"</s>": 2, "<pad>": 1}
 """What tells OPT's vocabulary from GPT-2's, which has files of the same names."""
 
@@ -140,6 +143,26 @@ def with_pad_id(tokenizer: PreTrainedTokenizerBase, pad_id: int) -> PreTrainedTo
         return tokenizer
     changed = copy.deepcopy(tokenizer)
     changed.pad_token = tokenizer.convert_ids_to_tokens(pad_id)
+    return changed
+
+
+def turn_format_of(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """How the model was asked in training, as `with_turn_format` has noted it; None: nothing is."""
+    return tokenizer.init_kwargs.get(TURN_FORMAT)
+
+
+def with_turn_format(
+    tokenizer: PreTrainedTokenizerBase, turn_format: str | None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer with a note in its tokenizer_config.json of how a question is written; with
+    None a copy without one.
+    """
+    if turn_format_of(tokenizer) == turn_format:
+        return tokenizer
+    changed = copy.deepcopy(tokenizer)
+    changed.init_kwargs.pop(TURN_FORMAT, None)
+    if turn_format is not None:
+        changed.init_kwargs[TURN_FORMAT] = turn_format
     return changed
 
 

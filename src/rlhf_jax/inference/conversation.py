@@ -7,8 +7,8 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_jax.data.encoder import Encoder
+from rlhf_jax.data.turn_format import PLACE
 
-PLACE = "{}"
 TURN_FORMAT = "Human: {} Assistant:"
 """How the quickstart's data are written, and DeepSpeed-Chat's; an answer brings the space in front
 of it."""
@@ -47,9 +47,9 @@ class Form:
 def by_turns(tokenizer: PreTrainedTokenizerBase, turn_format: str) -> Form:
     """Prompts as training data write them: `turn_format` with a question in place of `{}`.
 
-    An answer stands directly behind, and a space before the next turn unless the format starts
-    with white space; instructions stand in front. A question that has the format already is taken
-    as it is.
+    An answer stands directly behind. Before the next turn stands a line break if one stands before
+    the answer, else a space; neither if the format starts with white space. Instructions stand in
+    front. A question that has the format already is taken as it is.
 
     Raises:
         ValueError: the format does not have one `{}`.
@@ -60,7 +60,7 @@ def by_turns(tokenizer: PreTrainedTokenizerBase, turn_format: str) -> Form:
             f"{TURN_FORMAT!r}"
         )
     head, tail = turn_format.split(PLACE)
-    between = "" if turn_format[0].isspace() else " "
+    between = "" if turn_format[0].isspace() else "\n" if "\n" in tail else " "
     encoder = Encoder(tokenizer)
 
     def written(turn: Turn) -> str:

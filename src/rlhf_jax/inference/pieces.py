@@ -32,6 +32,27 @@ def text_pieces(
         yield text[len(told) :]
 
 
+class Limit:
+    """Whether the last answer was cut off at `longest` tokens.
+
+    Attributes:
+        reached: so; False while an answer comes, and where nobody waited for its end.
+    """
+
+    def __init__(self, longest: int, stop_ids: Collection[int]) -> None:
+        self.longest, self.reached = longest, False
+        self._stop_ids = stop_ids
+
+    def watch(self, chunks: Iterable[list[int]]) -> Generator[list[int]]:
+        """The tokens of an answer, as they come."""
+        self.reached, count, last = False, 0, None
+        for chunk in chunks:
+            count += len(chunk)
+            last = chunk[-1] if chunk else last
+            yield chunk
+        self.reached = count == self.longest and last not in self._stop_ids
+
+
 def until(pieces: Iterable[str], stop: str) -> Generator[str]:
     """What stands before the first `stop`; the end of a piece that may begin one waits.
 

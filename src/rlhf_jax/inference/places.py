@@ -1,16 +1,17 @@
 """Where a run leaves its models, and how it asked them."""
 
 import json
-import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_jax.data.turn_format import transcript_format
 from rlhf_jax.hf.gguf import find_gguf
 from rlhf_jax.hf.hub import is_model
-from rlhf_jax.inference.conversation import PLACE, TURN_FORMAT, Form, by_template, by_turns
+from rlhf_jax.hf.tokenizer import turn_format_of
+from rlhf_jax.inference.conversation import TURN_FORMAT, Form, by_template, by_turns
 
 POLICIES = ("actor", "dpo", "sft")
 """The directories of a run's policies, the newest first."""
@@ -56,43 +57,35 @@ def _find(name: str, folders: tuple[str, ...], kind: str, writers: str) -> str:
 SAMPLES = 32
 """Prompts of a table that are looked at."""
 
-_HEAD = re.compile(r"\s*Human:[ ]*")
-_TAIL = re.compile(r"\s*Assistant:\s*\Z")
 
-
-def trained_turn_format(name: str) -> str | None:
+def sampled_turn_format(name: str) -> str | None:
     """How the run that made a model writes a question, by the prompts of its sample tables.
 
     None where the model is none of a run's, or its prompts are no Human:/Assistant: transcripts.
     """
-    formats: Counter[str] = Counter()
+    formats: Counter[str | None] = Counter()
     for table in sorted(Path(name).expanduser().parent.glob("samples/*.jsonl")):
         with table.open(encoding="utf-8") as lines:
             for line, _ in zip(lines, range(SAMPLES), strict=False):
                 if line.endswith("\n"):  # a run that goes on may have written half of the last
-                    formats[turn_format_of(json.loads(line)["prompt"])] += 1
+                    formats[transcript_format(json.loads(line)["prompt"])] += 1
     found = formats.most_common(1)
-    return found[0][0] or None if found else None
-
-
-def turn_format_of(prompt: str) -> str:
-    """`"Human: {} Assistant:"` of a transcript that begins and ends so; else empty."""
-    head, tail = _HEAD.search(prompt), _TAIL.search(prompt)
-    return head.group() + PLACE + tail.group() if head and tail else ""
+    return found[0][0] if found else None
 
 
 def choose_form(
     tokenizer: PreTrainedTokenizerBase, name: str, turn_format: str | None = None
 ) -> Form:
-    """How a model is asked: as `turn_format` says, else as its run's prompts were, else by its
-    chat template, else as `TURN_FORMAT`. Backslash and n make a line break.
+    """How a model is asked: as `turn_format` says, else as it was trained by what its tokenizer or
+    its run's prompts say, else by its chat template, else as `TURN_FORMAT`. Backslash and n make
+    a line break.
 
     Raises:
         ValueError: a format without its place, a template that cannot be run.
     """
     if turn_format is not None:
         return by_turns(tokenizer, turn_format.replace("\\n", "\n"))
-    trained = trained_turn_format(name)
+    trained = turn_format_of(tokenizer) or sampled_turn_format(name)
     if trained is not None:
         return by_turns(tokenizer, trained)
     if tokenizer.chat_template:

@@ -40,7 +40,7 @@ type Reward = Model | Callable[..., Any]
 RUN_ONLY = (
     "generation_batches", "reward_fn", "reward_fn_weights", "reward_model_weight", "critic_from",
     "ema", "ptx_coef", "ptx_path", "actor_lora", "critic_lora", "merge_lora", "pin_rollout",
-    "frozen_dtype", "offload_reference_model", "offload_reward_model",
+    "frozen_dtype", "offload", "offload_reference_model", "offload_reward_model",
 )  # fmt: skip
 """Settings that change what a run trains and that `PPO` does not have."""
 
@@ -81,7 +81,10 @@ class PPO:
         self.policy, self.num_steps = policy, 0
         self._config, self._seed = config, seed
         self._encoder = Encoder(policy.tokenizer)
-        self._engine = HybridEngine(policy.config, policy.mesh, policy.stop_ids)
+        self._engine = HybridEngine(
+            policy.config, policy.mesh, policy.stop_ids, slots=config.rollout_slots,
+            weights=config.rollout_weights, kv_cache=config.rollout_kv_cache,
+        )  # fmt: skip
         self._host = HostScorer(policy.tokenizer, functions, None, alone=judge is None)
         critic_cfg = replace(policy.config, tie_embeddings=True) if judge is None else judge.config
         source = None if judge is None else judge.source
@@ -226,6 +229,11 @@ def check_settings(config: PPOConfig) -> None:
         raise ValueError(
             f"PPO has no {', '.join(wanted)}: leave it as it is, or train with "
             "`python -m rlhf_jax.train`"
+        )
+    if config.remat == "auto":
+        raise ValueError(
+            "remat='auto' is chosen by the memory plan of a run, which PPO does not have: use one "
+            "of none, dots, mlp, matrices, full"
         )
     if config.max_steps is None and config.lr_scheduler_type != "constant":
         raise ValueError(

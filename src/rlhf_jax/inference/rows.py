@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+import jax
 import numpy as np
 
 from rlhf_jax.data.encoder import Encoder
@@ -102,6 +103,16 @@ def chunks[Row](rows: Sequence[Row], size: int) -> Iterator[Sequence[Row]]:
     """The rows in order, `size` at a time."""
     for start in range(0, len(rows), size):
         yield rows[start : start + size]
+
+
+def dealt(count: int, shares: int) -> np.ndarray:
+    """`count` rows in an order that gives each of `shares` equal parts as many of the first."""
+    return np.arange(count).reshape(-1, shares).T.ravel()
+
+
+def take_rows[Tree](tree: Tree, order: np.ndarray) -> Tree:
+    """Arrays `[B, ...]` with their rows in another order."""
+    return jax.tree.map(lambda array: array[order], tree)
 
 
 def like_lengths(lengths: Sequence[int], size: int) -> Iterator[Sequence[int]]:

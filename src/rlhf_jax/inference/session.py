@@ -15,12 +15,14 @@ from rlhf_jax.data.batches import collate_prompts
 from rlhf_jax.data.encoder import Encoder
 from rlhf_jax.data.tokenize import PromptRow
 from rlhf_jax.engine.hybrid import HybridEngine
+from rlhf_jax.engine.memory import ModelMemory, Rows
 from rlhf_jax.engine.sampling import SamplingConfig
 from rlhf_jax.hf.export import DtypeName, save_hf, save_reward_hf
 from rlhf_jax.hf.pretrained import Pretrained, find_pretrained
 from rlhf_jax.inference.answers import Generation, read_answers
 from rlhf_jax.inference.places import find_policy
 from rlhf_jax.inference.programs import RowPrograms
+from rlhf_jax.inference.room import rows_that_fit
 from rlhf_jax.inference.rows import (
     Text,
     batch_rows,
@@ -29,14 +31,18 @@ from rlhf_jax.inference.rows import (
     check_ids,
     check_rectangle,
     chunks,
+    dealt,
     encode,
+    take_rows,
 )
 from rlhf_jax.inference.streaming import Streamer
-from rlhf_jax.models.params import Params, ScalarModel, store_layout
+from rlhf_jax.models.params import Params, ScalarModel, generate_layout, store_layout
 from rlhf_jax.runtime.compilation import keep_compiled_programs
 
 LoadDtype = Literal["float32", "bfloat16"]
 BATCH_SIZE = 32
+TURNS = 32
+"""Prompts that one call of the program answers, for each that it answers at once."""
 MAX_PROMPTS, MAX_SAMPLES = 2**20, 2**10
 """Of one call: together they number a sample in 31 bits."""
 
@@ -104,7 +110,13 @@ class Model:
         with jax.set_mesh(mesh):
             self.params = read(store, jnp.dtype(dtype), key=key)
         self._programs = RowPrograms(source.cfg, mesh)
-        self._engine = cache(lambda stop_ids: HybridEngine(source.cfg, mesh, stop_ids))
+        fused = jax.default_backend() == "gpu" and dtype == "bfloat16"
+        self._memory = ModelMemory(
+            source.cfg, mesh, jnp.dtype(dtype), None, source.is_scalar, fused_attention=fused
+        )
+        self._engine = cache(
+            lambda stop_ids, slots: HybridEngine(source.cfg, mesh, stop_ids, slots=slots)
+        )
 
     @property
     def is_reward_model(self) -> bool:
@@ -137,7 +149,9 @@ class Model:
 
         Prompts are padded to a power of two, or to `prompt_length`, with which one program serves
         prompts of any length up to it. About `batch_size` are answered at once: a multiple of
-        what the mesh needs, never more unless the mesh needs more.
+        what the mesh needs, never more unless the mesh needs more. Of more prompts, the next
+        takes the place of one whose answer has ended. Where the keys and values of so many do not
+        fit in device memory fewer are, and the log says so.
 
         Raises:
             ValueError: an empty prompt, ids outside the vocabulary, prompt and answer longer
@@ -152,18 +166,25 @@ class Model:
         if not rows:
             return []
         length = self._prompt_length(rows, max_new_tokens, prompt_length)
-        engine = self._engine(self._stop_ids(stop_ids))
         asked = [
             PromptRow(row, sample * MAX_PROMPTS + number, "")
             for number, row in enumerate(rows)
             for sample in range(num_samples)
         ]
-        size = batch_rows(len(asked), engine.rollout.batch_size_divisor, batch_size)
+        shares = generate_layout(self.config, self.mesh).batch_size_divisor
+        size = batch_rows(len(asked), shares, batch_size)
+        size = rows_that_fit(self._memory, Rows(size, length + max_new_tokens, max_new_tokens))
+        in_slots = len(asked) > size
+        engine = self._engine(self._stop_ids(stop_ids), size if in_slots else None)
         answers: list[Generation] = []
+        size *= TURNS if in_slots else 1
+        order = dealt(size, shares)
         for part in chunks(asked, size):
             batch = collate_prompts(part, size, buckets=(length,))
-            rollout = engine.generate(params, batch, sampling, key=jax.random.key(seed))
-            answers += read_answers(batch, to_host(rollout), self.tokenizer)
+            rows = take_rows(batch, order)
+            rollout = to_host(engine.generate(params, rows, sampling, key=jax.random.key(seed)))
+            rollout = take_rows(rollout, np.argsort(order))
+            answers += read_answers(batch, rollout, self.tokenizer)
         return answers
 
     def streamer(
@@ -197,7 +218,7 @@ class Model:
                 f"context={context} must hold a prompt beside max_new_tokens={max_new_tokens}, "
                 f"and the model has {positions} positions: change one of them"
             )
-        engine = self._engine(self._stop_ids(stop_ids))
+        engine = self._engine(self._stop_ids(stop_ids), None)
         return Streamer(engine, params, self.tokenizer, sampling, context)
 
     def logprobs(self, texts: Sequence[Text], *, batch_size: int = BATCH_SIZE) -> list[np.ndarray]:

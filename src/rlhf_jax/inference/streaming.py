@@ -185,7 +185,7 @@ def _feed(
     cache: KVCache,
     decoding: Decoding,
 ) -> KVCache:
-    params = for_decoding(params, decoding.cfg, decoding.layout, merge_adapters=False)
+    params = for_decoding(params, decoding)
     return feed(params, tokens_BT, start_B, cache, decoding.cfg, decoding.layout)[1]
 
 
@@ -198,5 +198,5 @@ def _decode(
     *,
     key: jax.Array,
 ) -> LoopState:
-    params = for_decoding(params, decoding.cfg, decoding.layout, merge_adapters=False)
+    params = for_decoding(params, decoding)
     return decode_until(params, rows, state, until, decoding, key=key)

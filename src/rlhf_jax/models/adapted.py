@@ -15,11 +15,13 @@ from jax import lax
 
 from meshes.layout import Layout
 from meshes.reshard import whole
+from rlhf_jax.models.quantized import Quantized, widened
 
 
 @flax.struct.dataclass
 class Adapted[Leaf]:
-    """A matrix `[F, D]` and its adapter; in the tree of what trains `base_FD` is None.
+    """A matrix `[F, D]`, which may be in int8, and its adapter; in the tree of what trains
+    `base_FD` is None, or all of it is.
 
     The fused projection has an adapter for each of query, key and value, as separate matrices
     would: `ranks` are the rows of `core_AD` that each has (0: none) and `rows` the rows of each in
@@ -27,7 +29,7 @@ class Adapted[Leaf]:
     both empty. `dropout` is a raw key, there in a training forward only.
     """
 
-    base_FD: Leaf
+    base_FD: Leaf | Quantized[Leaf]
     side_FA: Leaf
     core_AD: Leaf
     dropout: Any = None
@@ -37,7 +39,7 @@ class Adapted[Leaf]:
     ranks: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
 
 
-type Matrix[Leaf] = Leaf | Adapted[Leaf]
+type Matrix[Leaf] = Leaf | Quantized[Leaf] | Adapted[Leaf]
 """What a matrix of a decoder layer may be."""
 
 
@@ -99,13 +101,13 @@ def merged(weight: Adapted[jax.Array]) -> jax.Array:
     side, core = side_of(weight).astype(jnp.float32), whole(weight.core_AD).astype(jnp.float32)
     with jax.default_matmul_precision("highest"):
         change = jnp.einsum("FA,AD->FD", side, core)
-    return weight.base_FD.astype(jnp.float32) + weight.scale * change
+    return widened(weight.base_FD) + weight.scale * change
 
 
 def merge[Tree](params: Tree) -> Tree:
     """The tree with every adapter added to its base in float32, and cast back; inside jit."""
     return jax.tree.map(
-        lambda leaf: merged(leaf).astype(leaf.base_FD.dtype) if is_adapted(leaf) else leaf,
+        lambda leaf: merged(leaf).astype(leaf.side_FA.dtype) if is_adapted(leaf) else leaf,
         params,
         is_leaf=is_adapted,
     )

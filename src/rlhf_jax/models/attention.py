@@ -4,14 +4,18 @@ Everything between the two projections runs inside `shard_map`: heads are never 
 works on its own rows and KV groups.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
 from kernels_pallas.attention.api import attention
-from kernels_pallas.decode_attention.api import decode_attention
+from kernels_pallas.decode_attention.api import decode_attention, decode_attention_fused
 from meshes.layout import Layout
 from meshes.reshard import local_shards
+from rlhf_jax.models.cache import Cached, axes_of
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.remat import keep
 from rlhf_jax.models.rope import rotate
 
 
@@ -24,63 +28,82 @@ def split_groups(qkv: jax.Array, cfg: ModelConfig) -> tuple[jax.Array, jax.Array
 
 
 def attend_rows(
-    qkv_BTE: jax.Array, cfg: ModelConfig, layout: Layout, *, keep_cache: bool = False
+    qkv_BTE: jax.Array,
+    cfg: ModelConfig,
+    layout: Layout,
+    *,
+    starts_BT: jax.Array | None = None,
+    keep_cache: bool = False,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Causal attention over whole rows.
+    """Causal attention over whole rows; with `starts_BT` inside each of the rows packed into one.
 
     Returns the heads' outputs `[B, T, H*K]` and, where `keep_cache`, keys and values as
     `[B, G, T, K]`.
     """
 
-    def local(qkv: jax.Array) -> tuple[jax.Array, ...]:
+    def local(qkv: jax.Array, starts: jax.Array | None) -> list[jax.Array]:
         B, T, _ = qkv.shape
         q, k, v = split_groups(qkv, cfg)
         q = q.reshape(B, T, -1, cfg.head_size)
         if cfg.positions == "rope":
-            positions = jnp.arange(T)[None]
+            positions = jnp.arange(T)[None] if starts is None else jnp.arange(T)[None] - starts
             q, k = rotate(q, positions, cfg), rotate(k, positions, cfg)
-        out = attention(q, k, v, window=cfg.sliding_window).reshape(B, T, -1)
-        return (out, k.swapaxes(1, 2), v.swapaxes(1, 2)) if keep_cache else (out,)
+        q, k, v = (keep(x, "qkv") for x in (q, k, v))
+        out = attention(q, k, v, starts, window=cfg.sliding_window).reshape(B, T, -1)
+        return [out, k.swapaxes(1, 2), v.swapaxes(1, 2)] if keep_cache else [out]
 
     heads, cache = ("batch", None, "heads"), ("batch", "heads", None, None)
     out_axes = [heads, cache, cache] if keep_cache else [heads]
-    run = local_shards(
-        lambda qkv: list(local(qkv)), layout, in_axes=("batch", None, "qkv"), out_axes=out_axes
-    )
-    out = run(qkv_BTE)
+    rows = None if starts_BT is None else ("batch", None)
+    run = local_shards(local, layout, in_axes=(("batch", None, "qkv"), rows), out_axes=out_axes)
+    out = run(qkv_BTE, starts_BT)
     return (out[0], out[1], out[2]) if keep_cache else (out[0], None, None)
 
 
 def attend_cached(
     qkv_BE: jax.Array,
     positions_B: jax.Array,
-    keys_BGSK: jax.Array,
-    values_BGSK: jax.Array,
+    keys: Cached,
+    values: Cached,
     cfg: ModelConfig,
     layout: Layout,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, Cached, Cached]:
     """One token a row: its key and value enter the cache in place, then it attends.
 
     Returns the heads' outputs `[B, H*K]` and the caches.
     """
-
-    def local(qkv: jax.Array, positions: jax.Array, keys: jax.Array, values: jax.Array):
-        B = qkv.shape[0]
-        q, k, v = split_groups(qkv, cfg)
-        q = q.reshape(B, -1, cfg.head_size)
-        if cfg.positions == "rope":
-            q = rotate(q, positions, cfg)
-            k = rotate(k, positions, cfg)
-        out, keys, values = decode_attention(
-            q, k, v, positions, keys, values, window=cfg.sliding_window
-        )
-        return out.reshape(B, -1), keys, values
-
-    cache = ("batch", "heads", None, None)
+    cache = axes_of(keys)
     run = local_shards(
-        local,
+        partial(attend_shard, cfg=cfg),
         layout,
         in_axes=(("batch", "qkv"), ("batch",), cache, cache),
         out_axes=(("batch", "heads"), cache, cache),
     )
-    return run(qkv_BE, positions_B, keys_BGSK, values_BGSK)
+    return run(qkv_BE, positions_B, keys, values)
+
+
+def attend_shard(
+    qkv_BE: jax.Array,
+    positions_B: jax.Array,
+    keys: Cached,
+    values: Cached,
+    cfg: ModelConfig,
+    *,
+    implementation: str | None = None,
+) -> tuple[jax.Array, Cached, Cached]:
+    """`attend_cached` on one device's rows and heads; inside `shard_map`."""
+    B, options = len(qkv_BE), {"window": cfg.sliding_window, "implementation": implementation}
+    # Keys and values, then the scales of both where they have some.
+    caches = [a for pair in zip(*map(jax.tree.leaves, (keys, values)), strict=True) for a in pair]
+    if cfg.positions == "rope":
+        q, k, v = split_groups(qkv_BE, cfg)
+        q = rotate(q.reshape(B, -1, cfg.head_size), positions_B, cfg)
+        k = rotate(k, positions_B, cfg)
+        out, *caches = decode_attention(q, k, v, positions_B, *caches, **options)
+    else:
+        qkv_BGEK = qkv_BE.reshape(B, -1, cfg.heads_per_group + 2, cfg.head_size)
+        out, *caches = decode_attention_fused(qkv_BGEK, positions_B, *caches, **options)
+    keys, values = (
+        jax.tree.unflatten(jax.tree.structure(keys), caches[first::2]) for first in range(2)
+    )
+    return out.reshape(B, -1), keys, values

@@ -1,9 +1,9 @@
 """The decoder as pure functions: whole rows (training, prefill) and one token a row (decode)."""
 
 from dataclasses import replace
-from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from meshes.layout import Layout
@@ -11,11 +11,12 @@ from meshes.reshard import reshard_params
 from rlhf_jax.models.attention import attend_cached, attend_rows
 from rlhf_jax.models.cache import KVCache, extend
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.decode_layers import decode_layers, fits
 from rlhf_jax.models.layers import embed_tokens, feed_forward, normalize, project_down, project_up
 from rlhf_jax.models.lora import reshard_model
+from rlhf_jax.models.narrow import Narrow
 from rlhf_jax.models.params import LayerParams, Params, layer_specs, param_specs
-
-Remat = Literal["none", "full", "dots"]
+from rlhf_jax.models.remat import Remat, keep, rematerialised
 
 
 def forward(
@@ -24,19 +25,24 @@ def forward(
     cfg: ModelConfig,
     layout: Layout,
     *,
+    starts_BT: jax.Array | None = None,
     remat: Remat = "none",
 ) -> jax.Array:
     """Hidden states `[B, T, W]` that the unembedding or a scalar head reads.
 
     Rows start at index 0 and attention is causal, so what stands behind a row's end changes
     nothing before it: no mask is built. Weights are gathered to `layout` layer by layer.
+
+    Where several rows are packed into one, `starts_BT` says for each token where its row begins
+    (`data/packing.py`): attention stays inside it, and positions count from there.
     """
-    check_length(tokens_BT.shape[1], cfg)
+    if starts_BT is None:
+        check_length(tokens_BT.shape[1], cfg)
     run_layer = checkpointed(remat)
     params = gather_outer(params, cfg, layout)
-    x = start(params, tokens_BT, cfg, layout)
+    x = start(params, tokens_BT, cfg, layout, starts_BT)
     for layer in params.layers:
-        x = run_layer(layer, x, cfg, layout)
+        x = run_layer(layer, x, cfg, layout, starts_BT)
     return finish(params, x, cfg)
 
 
@@ -62,33 +68,51 @@ def checkpointed(remat: Remat):
     early, and trains in less memory than a scan over stacked layers.
     """
 
-    def run(layer: LayerParams[jax.Array], x: jax.Array, cfg: ModelConfig, layout: Layout):
+    def run(
+        layer: LayerParams[jax.Array],
+        x: jax.Array,
+        cfg: ModelConfig,
+        layout: Layout,
+        starts_BT: jax.Array | None = None,
+    ) -> jax.Array:
         layer, x = lax.optimization_barrier((layer, x))
         layer = reshard_model(layer, layer_specs(cfg), layout)
-        return layer_rows(layer, x, cfg, layout)[0]
+        return layer_rows(layer, x, cfg, layout, starts_BT=starts_BT)[0]
 
-    if remat == "none":
-        return run
-    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
-    return jax.checkpoint(run, policy=policy, static_argnums=(2, 3))
+    return rematerialised(run, remat, static_argnums=(2, 3))
 
 
 def start(
-    params: Params[jax.Array], tokens_BT: jax.Array, cfg: ModelConfig, layout: Layout
+    params: Params[jax.Array],
+    tokens_BT: jax.Array,
+    cfg: ModelConfig,
+    layout: Layout,
+    starts_BT: jax.Array | None = None,
 ) -> jax.Array:
     """Embedded tokens with learned positions, `[B, T, D]`."""
     with jax.named_scope("embed"):
         x = embed_tokens(params, tokens_BT, layout)
-        if params.positions_PD is not None:
-            first = cfg.position_offset
-            x = x + params.positions_PD[None, first : first + tokens_BT.shape[1]]
-        return x
+        if params.positions_PD is None:
+            return x
+        first = cfg.position_offset
+        if starts_BT is None:
+            return x + params.positions_PD[None, first : first + tokens_BT.shape[1]]
+        rows_BT = first + jnp.arange(tokens_BT.shape[1])[None] - starts_BT
+        # In float32, because its gradient is a sum over all rows of a position.
+        table_PD = params.positions_PD.astype(jnp.float32)
+        here = layout.spec("batch", None, None)
+        return x + table_PD.at[rows_BT].get(out_sharding=here, mode="clip").astype(x.dtype)
 
 
 def finish(params: Params[jax.Array], x: jax.Array, cfg: ModelConfig) -> jax.Array:
     """The final norm and output projection, where the model has them."""
     if params.final_norm is not None:
         x = normalize(x, params.final_norm, cfg)
+    return project_out(params, x)
+
+
+def project_out(params: Params[jax.Array], x: jax.Array) -> jax.Array:
+    """To the width that the unembedding reads."""
     if params.project_out_WD is not None:
         x = project_up(x, params.project_out_WD, None)
     return x
@@ -100,14 +124,19 @@ def layer_rows(
     cfg: ModelConfig,
     layout: Layout,
     *,
+    starts_BT: jax.Array | None = None,
     keep_cache: bool = False,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """One layer over whole rows; with `keep_cache` also its keys and values `[B, G, T, K]`."""
     with jax.named_scope("attention"):
         h = normalize(x_BTD, layer.attention_norm, cfg) if cfg.pre_norm else x_BTD
         qkv = project_up(h, layer.qkv_ED, layer.qkv_bias_E)
-        attended, keys, values = attend_rows(qkv, cfg, layout, keep_cache=keep_cache)
+        attended, keys, values = attend_rows(
+            qkv, cfg, layout, starts_BT=starts_BT, keep_cache=keep_cache
+        )
+        attended = keep(attended, "attended")
         x = x_BTD + project_down(attended, layer.out_ED, layer.out_bias_D, layout)
+        x = keep(x, "middle")
     return mlp_block(layer, x, cfg, layout), keys, values
 
 
@@ -119,7 +148,8 @@ def mlp_block(
         if cfg.pre_norm:
             return x + feed_forward(normalize(x, layer.mlp_norm, cfg), layer, cfg, layout)
         x = normalize(x, layer.attention_norm, cfg)
-        return normalize(x + feed_forward(x, layer, cfg, layout), layer.mlp_norm, cfg)
+        x = keep(x + feed_forward(x, layer, cfg, layout), "end")
+        return normalize(x, layer.mlp_norm, cfg)
 
 
 def prefill(
@@ -128,6 +158,7 @@ def prefill(
     cache_length: int,
     cfg: ModelConfig,
     layout: Layout,
+    kv_cache: Narrow = "same",
 ) -> tuple[jax.Array, KVCache]:
     """Hidden states of whole prompts `[B, P, W]` and the cache with room for `cache_length`.
 
@@ -141,9 +172,26 @@ def prefill(
         x, keys, values = layer_rows(layer, x, cfg, layout, keep_cache=True)
         assert keys is not None
         assert values is not None
-        cache.keys.append(extend(keys, cache_length, layout))
-        cache.values.append(extend(values, cache_length, layout))
+        cache.keys.append(extend(keys, cache_length, layout, kv_cache))
+        cache.values.append(extend(values, cache_length, layout, kv_cache))
     return finish(params, x, cfg), cache
+
+
+def start_token(
+    params: Params[jax.Array],
+    tokens_B: jax.Array,
+    positions_B: jax.Array,
+    cfg: ModelConfig,
+    layout: Layout,
+) -> jax.Array:
+    """One embedded token a row, with its learned position, `[B, D]`."""
+    x = embed_tokens(params, tokens_B, layout)
+    if params.positions_PD is None:
+        return x
+    rows = positions_B + cfg.position_offset
+    return x + params.positions_PD.at[rows].get(
+        out_sharding=layout.spec("batch", None), mode="clip"
+    )
 
 
 def decode_step(
@@ -154,13 +202,14 @@ def decode_step(
     cfg: ModelConfig,
     layout: Layout,
 ) -> tuple[jax.Array, KVCache]:
-    """One token a row, each at its own position: hidden states `[B, W]` and the cache."""
-    x = embed_tokens(params, tokens_B, layout)
-    if params.positions_PD is not None:
-        rows = positions_B + cfg.position_offset
-        x = x + params.positions_PD.at[rows].get(
-            out_sharding=layout.spec("batch", None), mode="clip"
-        )
+    """One token a row, each at its own position: hidden states `[B, W]` and the cache.
+
+    Many rows a device and adapters go layer by layer through the functions of `layer_rows`.
+    """
+    x = start_token(params, tokens_B, positions_B, cfg, layout)
+    if fits(params, tokens_B.shape[0], layout):
+        x, cache = decode_layers(params, x, positions_B, cache, cfg, layout)
+        return project_out(params, x), cache
     new = KVCache([], [])
     for layer, keys, values in zip(params.layers, cache.keys, cache.values, strict=True):
         h = normalize(x, layer.attention_norm, cfg) if cfg.pre_norm else x

@@ -8,6 +8,8 @@ from meshes.layout import Layout
 from rlhf_jax.models.adapted import Adapted, Matrix, add_down, add_up
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.params import LayerParams, Norm, Params
+from rlhf_jax.models.quantized import multiply_down, multiply_up
+from rlhf_jax.models.remat import keep
 
 
 def normalize(x: jax.Array, norm: Norm[jax.Array], cfg: ModelConfig) -> jax.Array:
@@ -30,7 +32,7 @@ def broadcast(vector: jax.Array, ndim: int) -> jax.Array:
 def project_up(x: jax.Array, weight: Matrix[jax.Array], bias: jax.Array | None) -> jax.Array:
     """`[..., D]` times `[F, D]`: the output has the weight's tensor-parallel dimension."""
     base = weight.base_FD if isinstance(weight, Adapted) else weight
-    y = jnp.einsum("...D,FD->...F", x, base)
+    y = multiply_up(x, base)
     if isinstance(weight, Adapted):
         y = y + add_up(x, weight)
     return y if bias is None else y + broadcast(bias, y.ndim)
@@ -42,7 +44,7 @@ def project_down(
     """`[..., F]` times `[F, D]`: one all-reduce where F is tensor parallel."""
     axes = ("batch",) + (None,) * (y.ndim - 1)
     base = weight.base_FD if isinstance(weight, Adapted) else weight
-    x = jnp.einsum("...F,FD->...D", y, base, out_sharding=layout.spec(*axes))
+    x = multiply_down(y, base, layout.spec(*axes))
     if isinstance(weight, Adapted):
         x = x + add_down(y, weight, layout)
     return x if bias is None else x + broadcast(bias, x.ndim)
@@ -54,12 +56,32 @@ def feed_forward(
     """The two (or, gated, three) matrices between attention and the next layer."""
     up = project_up(x, layer.up_FD, layer.up_bias_F)
     if layer.gate_FD is not None:
-        hidden = jax.nn.silu(project_up(x, layer.gate_FD, None)) * up
+        hidden = jax.nn.silu(keep(project_up(x, layer.gate_FD, None), "gate")) * keep(up, "up")
     elif cfg.activation == "gelu":
-        hidden = jax.nn.gelu(up, approximate=False)
+        hidden = jax.nn.gelu(keep(up, "up"), approximate=False)
     else:
-        hidden = jax.nn.relu(up)
+        hidden = relu(up)
     return project_down(hidden, layer.down_FD, layer.down_bias_D, layout)
+
+
+@jax.custom_vjp
+def relu(x: jax.Array) -> jax.Array:
+    """max(x, 0). The backward pass reads the result, as the next product's does, and not x: one
+    array is written and kept in place of two.
+    """
+    return jnp.maximum(x, 0)
+
+
+def _relu_fwd(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    y = keep(jnp.maximum(x, 0), "up")
+    return y, y
+
+
+def _relu_bwd(y: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
+    return (jnp.where(y > 0, grad, 0),)
+
+
+relu.defvjp(_relu_fwd, _relu_bwd)
 
 
 def embed_tokens(params: Params[jax.Array], tokens: jax.Array, layout: Layout) -> jax.Array:

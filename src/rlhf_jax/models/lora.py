@@ -16,6 +16,7 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.families import find_family
 from rlhf_jax.models.hf_table import Columns, Groups
 from rlhf_jax.models.params import init_params, is_spec
+from rlhf_jax.models.quantized import is_quantized, quantized_spec
 
 MATRICES = ("qkv_ED", "out_ED", "gate_FD", "up_FD", "down_FD")
 HEAD = "head_W"
@@ -40,6 +41,8 @@ class LoRAConfig:
     only: bool = False
     """Adapters alone train (and the head of a reward model or critic); otherwise embeddings, norms,
     biases and matrices without adapter train too."""
+    load_in_8bit: bool = False
+    """Matrices of the layers that do not train are kept in int8, with a scale for each row."""
 
     def __post_init__(self) -> None:
         if self.dim < 0:
@@ -50,6 +53,10 @@ class LoRAConfig:
             raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
         if self.learning_rate is not None and self.learning_rate < 0:
             raise ValueError(f"learning_rate must not be negative, got {self.learning_rate}")
+        if self.load_in_8bit and not self.dim:
+            raise ValueError(
+                "load_in_8bit: what trains cannot be in int8, so it needs adapters: give dim a rank"
+            )
 
     @property
     def scale(self) -> float:
@@ -102,7 +109,9 @@ def adapted_specs(specs: Any, cfg: ModelConfig, lora: LoRAConfig) -> Any:
         path = jax.tree_util.keystr(key_path, simple=True, separator=".").removeprefix("body.")
         names = modules.get(path, ())
         ranks = tuple(lora.dim if name in chosen else 0 for name in names)
-        return adapter_specs(spec, path, cfg, lora, ranks) if any(ranks) else spec
+        if any(ranks):
+            return adapter_specs(spec, path, cfg, lora, ranks)
+        return quantized_spec(spec) if names and lora.only and lora.load_in_8bit else spec
 
     return jax.tree_util.tree_map_with_path(place, specs, is_leaf=is_spec)
 
@@ -122,7 +131,7 @@ def adapter_specs(
     rank = sum(ranks)
     fused = isinstance(source, Groups)
     return Adapted(
-        base_FD=spec,
+        base_FD=quantized_spec(spec) if lora.load_in_8bit else spec,
         side_FA=ParamSpec((spec.shape[0], rank), (spec.axes[0], None), side, rows=spec.rows),
         core_AD=ParamSpec((rank, spec.shape[1]), (None, "width"), core),
         scale=lora.scale,
@@ -134,16 +143,19 @@ def adapter_specs(
 
 def follow(specs: Any, params: Any) -> Any:
     """The declarations of `params`: those of a model without adapters (`specs`), and an adapter's
-    wherever `params` has one.
+    or a matrix's in int8 wherever `params` has one.
     """
 
     def one(spec: ParamSpec, leaf: Any) -> Any:
+        if is_quantized(leaf):
+            return quantized_spec(spec)
         if not is_adapted(leaf):
             return spec
         side = ParamSpec(leaf.side_FA.shape, (spec.axes[0], None), Constant(0.0), rows=spec.rows)
         core = ParamSpec(leaf.core_AD.shape, (None, "width"), Constant(0.0))
         raw = None if leaf.dropout is None else ParamSpec((2,), (None,), Constant(0.0))
-        return replace(leaf, base_FD=spec, side_FA=side, core_AD=core, dropout=raw)
+        base = one(spec, leaf.base_FD)
+        return replace(leaf, base_FD=base, side_FA=side, core_AD=core, dropout=raw)
 
     return jax.tree.map(one, specs, params, is_leaf=is_spec)
 
@@ -161,7 +173,7 @@ def trains(specs: Any, lora: LoRAConfig) -> Any:
 
     def one(key_path: Any, node: Any) -> Any:
         if is_adapted(node):
-            return replace(node, base_FD=False, side_FA=True, core_AD=True)
+            return replace(node, base_FD=nowhere(node.base_FD), side_FA=True, core_AD=True)
         head = jax.tree_util.keystr(key_path, simple=True, separator=".") == HEAD
         return head or not (lora.only and lora.dim > 0)
 
@@ -195,7 +207,7 @@ def is_adapter(specs: Any) -> Any:
         lambda node: (
             replace(
                 node,
-                base_FD=None if node.base_FD is None else False,
+                base_FD=nowhere(node.base_FD),
                 side_FA=True,
                 core_AD=True,
             )
@@ -205,6 +217,11 @@ def is_adapter(specs: Any) -> Any:
         specs,
         is_leaf=lambda node: is_spec(node) or is_adapted(node),
     )
+
+
+def nowhere(base: Any) -> Any:
+    """False for every leaf of a matrix."""
+    return jax.tree.map(lambda _: False, base, is_leaf=is_spec)
 
 
 def attach(params: Any, specs: Any, factors: Any) -> Any:
@@ -226,6 +243,19 @@ def new_adapters(
     """Base weights with fresh adapters where `specs` (of `adapted_specs`) have them."""
     wanted, _ = split(specs, is_adapter(specs))
     return attach(params, specs, init_params(wanted, layout, dtype, key=key))
+
+
+def int8_paths(specs: Any) -> frozenset[str]:
+    """The matrices that `specs` (of `adapted_specs`) declare in int8, by their paths in a
+    decoder.
+    """
+    nodes = jax.tree.leaves_with_path(specs, is_leaf=is_quantized)
+    paths = (
+        jax.tree_util.keystr(path, simple=True, separator=".")
+        for path, node in nodes
+        if is_quantized(node)
+    )
+    return frozenset(path.removeprefix("body.").removesuffix(".base_FD") for path in paths)
 
 
 def adapters_in(params: Any) -> Iterator[tuple[str, Adapted[Any]]]:

@@ -5,6 +5,7 @@ The trees are generic in their leaf: `Params[ParamSpec]`, `Params[jax.Array]` an
 """
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import flax.struct
@@ -15,6 +16,7 @@ from meshes.layout import Layout
 from meshes.spec import Constant, Normal, ParamSpec, Sinusoids
 from rlhf_jax.models.adapted import Matrix
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.quantized import is_quantized, plain_spec, quantize_leaf
 
 
 @flax.struct.dataclass
@@ -148,23 +150,43 @@ def shardings[Tree](specs: Tree, layout: Layout) -> Tree:
 def abstract_params[Tree](specs: Tree, layout: Layout, dtype: jnp.dtype) -> Tree:
     """ShapeDtypeStructs with shardings: what a program is compiled for without weights."""
     return jax.tree.map(
-        lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=layout.param_sharding(spec)),
+        lambda spec: jax.ShapeDtypeStruct(
+            spec.shape, spec.dtype or dtype, sharding=layout.param_sharding(spec)
+        ),
         specs,
         is_leaf=is_spec,
     )
 
 
 def init_params(specs: Any, layout: Layout, dtype: jnp.dtype, *, key: jax.Array) -> Any:
-    """Initial values, born in `layout`: each parameter has its own key, whatever the mesh."""
-    leaves, tree = jax.tree.flatten(specs, is_leaf=is_spec)
+    """Initial values, born in `layout`: each parameter has its own key, whatever the mesh.
+
+    A matrix declared in int8 gets what it would have, quantized.
+    """
+    leaves, tree = jax.tree.flatten(specs, is_leaf=_is_declared)
     keys = jax.random.split(key, len(leaves))
-    values = [_initializer(spec, layout, dtype)(k) for spec, k in zip(leaves, keys, strict=True)]
+    values = [_initial(leaf, layout, dtype, k) for leaf, k in zip(leaves, keys, strict=True)]
     return jax.tree.unflatten(tree, values)
+
+
+def _is_declared(node: Any) -> bool:
+    """Whether a node declares one parameter, in int8 or not."""
+    return is_spec(node) or (is_quantized(node) and is_spec(node.values_FD))
+
+
+def _initial(leaf: Any, layout: Layout, dtype: jnp.dtype, key: jax.Array) -> Any:
+    """The value of one parameter, which may be declared in int8."""
+    if not is_quantized(leaf):
+        return _initializer(leaf, layout, dtype)(key)
+    whole = plain_spec(leaf)
+    value = _initializer(whole, replace(layout, memory=None), dtype)(key)
+    return quantize_leaf(value, whole, layout)
 
 
 @functools.lru_cache(maxsize=256)
 def _initializer(spec: ParamSpec, layout: Layout, dtype: jnp.dtype):
     """A compiled program for one kind of parameter: layers share theirs."""
     return jax.jit(
-        lambda key: spec.initialize(key, dtype), out_shardings=layout.param_sharding(spec)
+        lambda key: spec.initialize(key, jnp.dtype(spec.dtype or dtype)),
+        out_shardings=layout.param_sharding(spec),
     )

@@ -10,6 +10,7 @@ from meshes.reshard import local_shards
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.layers import unembedding
 from rlhf_jax.models.params import Params, ScalarModel
+from rlhf_jax.models.remat import Remat, keeps_products
 
 CHUNK = 1024
 
@@ -22,11 +23,16 @@ def score_tokens(
     layout: Layout,
     *,
     temperature: float = 1.0,
+    remat: Remat = "full",
 ) -> tuple[jax.Array, jax.Array]:
     """Log p(target) and the entropy at every position, `[B, T]` float32 each.
 
-    Logits exist for a chunk of positions at a time. The unembedding is gathered once.
+    Logits exist for a chunk of positions at a time, and on a tensor-parallel device for its part of
+    the vocabulary. The unembedding is gathered once. Where `remat` keeps products of the layers,
+    the backward pass is given probabilities instead of computing logits anew.
     """
+    vocab_axes = layout.mesh_axes("vocab")
+    assert len(vocab_axes) <= 1, "a device computes logits of one block of the vocabulary"
 
     def local(unembed: jax.Array, hidden: jax.Array, targets: jax.Array):
         logprob, entropy = token_logprob(
@@ -36,6 +42,8 @@ def score_tokens(
             valid_vocab=cfg.vocab_size,
             temperature=temperature,
             chunk=CHUNK,
+            vocab_axis=vocab_axes[0] if vocab_axes else None,
+            keep_probs=keeps_products(remat),
         )
         return logprob.reshape(targets.shape), entropy.reshape(targets.shape)
 
@@ -43,11 +51,11 @@ def score_tokens(
     run = local_shards(
         local,
         layout,
-        in_axes=((None, None), ("batch", None, None), rows),
+        in_axes=(("vocab", None), ("batch", None, None), rows),
         out_axes=(rows, rows),
     )
     unembed = to_device(unembedding(params))
-    unembed = jax.sharding.reshard(unembed, layout.sharding(None, None))
+    unembed = jax.sharding.reshard(unembed, layout.sharding("vocab", None))
     with jax.named_scope("token_logprob"):
         return run(unembed, hidden_BTW, targets_BT)
 
@@ -64,6 +72,16 @@ def take_window(array_BT: jax.Array, start_B: jax.Array, length: int, layout: La
 
     axes = ("batch",) + (None,) * (array_BT.ndim - 1)
     return local_shards(local, layout, in_axes=(axes, ("batch",)), out_axes=axes)(array_BT, start_B)
+
+
+def take_positions(array_BT: jax.Array, at_BN: jax.Array, layout: Layout) -> jax.Array:
+    """N positions of every row: `[B, T]` to `[B, N]`."""
+    rows = ("batch", None)
+    run = local_shards(
+        jax.vmap(lambda row, at: row[at]),
+        layout, in_axes=(rows, rows), out_axes=rows,
+    )  # fmt: skip
+    return run(array_BT, at_BN)
 
 
 def scalar_scores(model: ScalarModel[jax.Array], hidden_BTW: jax.Array) -> jax.Array:

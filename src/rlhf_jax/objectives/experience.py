@@ -59,6 +59,7 @@ class Experience:
     `mask_BR` (bool) keeps the actions of the policy and value loss; it is empty where `valid_B`
     is 0. Response lengths count the stop token. `logprobs_BR` and `values_BR` are those of the
     rollout, before any update; `values_BR[r]` is the value of the state before token r.
+    `weights_BR` multiplies the policy loss of each action; None: 1.
     """
 
     tokens_BT: jax.Array
@@ -72,6 +73,7 @@ class Experience:
     mask_BR: jax.Array
     scores_B: jax.Array
     valid_B: jax.Array
+    weights_BR: jax.Array | None = None
 
 
 def build_experience(
@@ -89,6 +91,7 @@ def build_experience(
     rewarded_scores_B: jax.Array | None = None,
     kl_coef: jax.Array | None = None,
     entropies_BR: jax.Array | None = None,
+    weights_BR: jax.Array | None = None,
 ) -> tuple[Experience, dict[str, jax.Array]]:
     """Rewards, advantages and returns of a rollout, and its metrics under TRL's names.
 
@@ -136,6 +139,7 @@ def build_experience(
         mask_BR=mask_BR,
         scores_B=scores_B,
         valid_B=valid_B,
+        weights_BR=weights_BR,
     )
     kl_BR = kl_estimate(logprobs_BR, ref_logprobs_BR, settings.kl_kind)
     kl = mean_row_sum(kl_BR, slots_BR, valid_B)

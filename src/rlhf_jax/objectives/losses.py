@@ -103,7 +103,9 @@ def pairwise_loss(
     margins_B = jnp.zeros_like(chosen_B) if margins_B is None else margins_B
     match span:
         case "last":
-            losses_B = -jax.nn.log_sigmoid(chosen_B - rejected_B - margins_B)
+            return last_token_loss(
+                chosen_B, rejected_B, valid_B, margins_B, center_coef=center_coef
+            )
         case "divergence":
             span_BT = divergence_mask(
                 chosen_tokens_BT, rejected_tokens_BT, chosen_lengths_B, rejected_lengths_B
@@ -113,6 +115,29 @@ def pairwise_loss(
             losses_B = jnp.mean(losses_BT, axis=1, where=span_BT)
         case _:
             raise ValueError(f'span={span!r} is not known: use "last" or "divergence"')
+    return _mean_of_pairs(losses_B, chosen_B, rejected_B, valid_B, center_coef)
+
+
+def last_token_loss(
+    chosen_B: jax.Array,
+    rejected_B: jax.Array,
+    valid_B: jax.Array,
+    margins_B: jax.Array,
+    *,
+    center_coef: float = 0.0,
+) -> PairwiseLoss:
+    """`pairwise_loss` with span "last", of the scores at the last tokens (in any shape)."""
+    losses_B = -jax.nn.log_sigmoid(chosen_B - rejected_B - margins_B)
+    return _mean_of_pairs(losses_B, chosen_B, rejected_B, valid_B, center_coef)
+
+
+def _mean_of_pairs(
+    losses_B: jax.Array,
+    chosen_B: jax.Array,
+    rejected_B: jax.Array,
+    valid_B: jax.Array,
+    center_coef: float,
+) -> PairwiseLoss:
     losses_B += 0.5 * center_coef * (jnp.square(chosen_B) + jnp.square(rejected_B))
     return PairwiseLoss(
         loss=masked_mean(losses_B, valid_B),
@@ -127,21 +152,27 @@ def policy_loss(
     old_logprobs_BR: jax.Array,
     advantages_BR: jax.Array,
     mask_BR: jax.Array,
+    weights_BR: jax.Array | None = None,
     *,
     clip: float,
 ) -> tuple[jax.Array, Metrics]:
     """PPO's clipped surrogate, a mean over the actions that the mask keeps.
 
         ratio = exp(logp - old logp)
-        loss = mean(max(-A·ratio, -A·clip(ratio, 1 - clip, 1 + clip)))
+        loss = mean(w·max(-A·ratio, -A·clip(ratio, 1 - clip, 1 + clip)))
 
+    `w` is 1, or `weights_BR` (`rollout_correction.py`): constants, through which nothing is
+    differentiated.
     An entropy bonus is `- entropy_coef · masked_mean(entropies_BR, mask_BR)` beside it.
     """
     log_ratio_BR = jnp.where(mask_BR.astype(bool), logprobs_BR - old_logprobs_BR, 0.0)
     ratio_BR = jnp.exp(log_ratio_BR)
     plain_BR = -advantages_BR * ratio_BR
     clipped_BR = -advantages_BR * jnp.clip(ratio_BR, 1.0 - clip, 1.0 + clip)
-    loss = masked_mean(jnp.maximum(plain_BR, clipped_BR), mask_BR)
+    losses_BR = jnp.maximum(plain_BR, clipped_BR)
+    if weights_BR is not None:
+        losses_BR = weights_BR * losses_BR
+    loss = masked_mean(losses_BR, mask_BR)
     metrics = {
         "loss/policy_avg": loss,
         "policy/approxkl_avg": approx_kl(logprobs_BR, old_logprobs_BR, mask_BR),

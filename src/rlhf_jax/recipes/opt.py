@@ -60,10 +60,10 @@ def opt() -> TrainConfig:
         scripts,
         output_dir="runs/opt",
         data=replace(scripts.data, data_path=(RM_STATIC,)),
-        sft=replace(scripts.sft, remat="full"),
-        reward=replace(scripts.reward, remat="full"),
-        dpo=replace(scripts.dpo, remat="full"),
-        ppo=replace(scripts.ppo, remat="full", ema=EMAConfig()),
+        sft=replace(scripts.sft, remat="auto"),
+        reward=replace(scripts.reward, remat="auto"),
+        dpo=replace(scripts.dpo, remat="auto"),
+        ppo=replace(scripts.ppo, remat="auto", ema=EMAConfig()),
     )
 
 

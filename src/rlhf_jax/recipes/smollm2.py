@@ -46,12 +46,12 @@ def smollm2_hh() -> TrainConfig:
             learning_rate=5e-5, num_warmup_steps=10, batch_size=32, max_seq_len=512, remat="none"
         ),
         ppo=PPOConfig(
-            actor_learning_rate=1.5e-5,
+            actor_learning_rate=3e-5,
             critic_learning_rate=5e-5,
             num_warmup_steps=10,
             batch_size=128,
             minibatch_size=64,
-            max_steps=200,
+            max_steps=110,
             max_prompt_seq_len=256,
             max_answer_seq_len=128,
             max_prompt_buckets=1,
@@ -98,7 +98,7 @@ def smollm2_gsm8k() -> TrainConfig:
         ppo=replace(
             base.ppo,
             actor_learning_rate=1e-5,
-            max_steps=100,
+            max_steps=60,
             max_answer_seq_len=256,
             kl_coef=0.02,
             lam=1.0,

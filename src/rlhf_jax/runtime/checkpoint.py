@@ -7,6 +7,7 @@ left half-written is ignored. Arrays are stored whole and unpadded by the mesh, 
 not classes: a tree is read back into whatever tree of the same paths one asks for.
 """
 
+import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -16,9 +17,11 @@ from typing import Any, Self
 import jax
 import orbax.checkpoint as ocp
 
-from rlhf_jax.runtime.disk import writing
+from meshes.offload import is_on_host
+from rlhf_jax.runtime.disk import WithoutFullDisks, writing
 
 _MAX_LISTED = 8
+_QUIET = WithoutFullDisks()
 
 
 class Checkpoints:
@@ -31,6 +34,7 @@ class Checkpoints:
         if keep is not None and keep < 1:
             raise ValueError(f"keep={keep} would delete every checkpoint: use 1 or more, or None")
         self.directory = Path(directory).resolve()
+        logging.getLogger("absl").addFilter(_QUIET)  # orbax's, once however often it is added
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
         self._manager = ocp.CheckpointManager(
             self.directory,
@@ -44,7 +48,8 @@ class Checkpoints:
     def save(self, step: int, tree: Any, meta: Mapping[str, Any]) -> None:
         """Copy `tree` off the devices and write it, with `meta` as JSON, in the background.
 
-        Returns once the copy is made, so the caller may donate the arrays. None leaves are part
+        Returns once the copy is made, so the caller may donate the arrays; where some lie in host
+        memory, which would have to hold them twice, once they are written. None leaves are part
         of the tree and need no storage. Saving a step again replaces it.
         """
         if step in self._manager.all_steps():
@@ -58,6 +63,9 @@ class Checkpoints:
                 args=ocp.args.Composite(state=state, meta=ocp.args.JsonSave(dict(meta))),
             )
         assert saved, f"orbax skipped step {step}"
+        if any(is_on_host(leaf) for leaf in jax.tree.leaves(tree)):
+            # Orbax copies nothing that lies on the host, and a GPU donates nothing that is read.
+            self.wait()
 
     def wait(self) -> None:
         """Block until every save is on disk; an error of the background write is raised here."""

@@ -1,6 +1,7 @@
 """Writing to a disk that may be full: what was there stays whole, and the error says so."""
 
 import errno
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -33,6 +34,14 @@ def is_full(error: BaseException) -> bool:
     if any(words in str(error) for words in SAID):
         return True
     return error.__cause__ is not None and is_full(error.__cause__)
+
+
+class WithoutFullDisks(logging.Filter):
+    """Drops log records, with tracebacks of pages, of an error that `writing` tells in a line."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return error is None or not is_full(error)
 
 
 def free_megabytes(place: Path) -> float:

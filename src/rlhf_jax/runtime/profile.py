@@ -44,6 +44,15 @@ class PhaseTimer:
         return times
 
 
+def peak_memory() -> dict[str, float]:
+    """`perf/peak_memory_gib`: the most that one of this process's devices has held so far; nothing
+    where devices do not say (a CPU).
+    """
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
+    return {"perf/peak_memory_gib": max(peaks) / 2**30} if peaks else {}
+
+
 def deepspeed_flops(cfg: ModelConfig, rows: int, length: int, passes: int) -> float:
     """Floating-point operations by DeepSpeed-Chat's formula (dschat/utils/perf.py).
 

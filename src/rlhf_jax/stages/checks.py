@@ -135,17 +135,21 @@ def reward_origin(cfg: TrainConfig, actor: Pretrained) -> Pretrained:
     return find_pretrained(name, scalar=True)
 
 
-def check_data(cfg: TrainConfig, actor: Pretrained) -> None:
-    """ValueError or FileNotFoundError where a stage that runs has no rows to train on.
+def check_data(cfg: TrainConfig, actor: Pretrained) -> dict[StageName, str | None]:
+    """ValueError or FileNotFoundError where a stage that runs has no rows to train on; else how
+    the rows of each write a question (`trained_format`).
 
     They are read and tokenised once more when the stage starts: seconds, against a run lost at
     its last stage, and against the rows of all stages in memory all the time.
     """
+    formats: dict[StageName, str | None] = {}
     for stage in cfg.stages:
         model = reward_origin(cfg, actor) if stage == "reward" else actor
         rows = read_rows(cfg, stage, model, TOKENIZE[stage])
+        formats[stage] = rows.turn_format
         if stage == "ppo":
             both = [*rows.train, *rows.held_out]
             check_prompt_rows(ppo_plan(cfg, actor), actor, both, cfg.data.chat_format)
             if cfg.ppo.ptx_path is not None:
                 read_ptx(cfg, actor)
+    return formats

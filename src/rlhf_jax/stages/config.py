@@ -35,6 +35,8 @@ class TrainConfig:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the working parameters and the computation; masters and moments are float32."""
     seed: int = 1234
+    deterministic: bool = False
+    """Use only GPU operations that give the same bits in every run; some are slower."""
     data: DataConfig = field(default_factory=DataConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -68,6 +70,7 @@ class TrainConfig:
             raise ValueError("--resume and --overwrite-output-dir contradict each other: use one")
         self._check_trackers()
         self._check_reward_model()
+        self._check_packing()
         check_at_least(self, 1, "log_interval", "save_total_limit", "eval_batches")
         check_at_least(self, 0, "eval_interval", "save_interval")
 
@@ -87,6 +90,16 @@ class TrainConfig:
                 "ppo.reward_model_weight=0: step 2 would train a reward model that step 3 does not "
                 f"use: leave it out with --step {others}, or give a weight above 0"
             )
+
+    def _check_packing(self) -> None:
+        """ValueError where a stage packs rows that a weighted blend draws anew for each epoch."""
+        packed = {"sft": self.sft.packing, "reward": self.reward.packing}
+        for stage, packing in packed.items():
+            if packing and stage in self.stages and self.data.data_weights:
+                raise ValueError(
+                    f"{stage}.packing needs the same rows in every epoch, and data.data_weights "
+                    "draws others for each: leave one of them out"
+                )
 
     @property
     def stages(self) -> tuple[StageName, ...]:

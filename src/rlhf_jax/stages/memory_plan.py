@@ -7,13 +7,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.attention.pallas import LARGEST_HEAD_SIZE
 from meshes.layout import MeshShape, abstract_mesh, default_inference_tp
-from rlhf_jax.engine.memory import ModelMemory, Rows
+from rlhf_jax.engine.memory import FLOAT32, ModelMemory, Rows
 from rlhf_jax.hf.pretrained import Pretrained
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRAConfig
 from rlhf_jax.stages.checks import ppo_plan, reward_origin
 from rlhf_jax.stages.config import StageName, TrainConfig
+from rlhf_jax.stages.ppo_config import PPOConfig
 from rlhf_jax.stages.supervised_config import SupervisedConfig
 
 GIB = 2**30
@@ -111,8 +113,11 @@ def plan_stage(cfg: TrainConfig, stage: StageName, models: Models, place: Place)
     length = min(settings.max_seq_len, model.max_positions)
     count = settings.batch_size * (1 if stage == "sft" else 2)
     rows = Rows(count, length, 0 if scalar else length - 1)
-    held = {"model": state(trained)}
+    held = {"model": state(trained, settings)}
     programs = {"update": update_bytes(trained, rows, settings), "evaluate": trained.scoring(rows)}
+    if settings.offload:
+        parts = settings.gradient_accumulation_steps
+        programs["apply"] = trained.held_gradients(parts) + piece_bytes(trained, settings)
     if stage == "dpo":
         dpo = cfg.dpo
         reference = frozen(trained, dpo.frozen_dtype, dpo.offload_reference_model)
@@ -130,7 +135,7 @@ def plan_ppo(cfg: TrainConfig, models: Models, place: Place) -> Plan:
     answer = ppo.max_answer_seq_len
     prompt = min(ppo.max_prompt_seq_len, models.actor.max_positions - answer)
     rows = Rows(ppo.batch_size, prompt + answer, answer)
-    held = {"actor": state(actor), "critic": state(critic)}
+    held = {"actor": state(actor, ppo), "critic": state(critic, ppo)}
     held["reference"] = {"weights": frozen(actor, ppo.frozen_dtype, ppo.offload_reference_model)}
     if models.reward is not None:
         own = memory_of(cfg, models.reward, place, None, scalar=True)
@@ -147,10 +152,19 @@ def plan_ppo(cfg: TrainConfig, models: Models, place: Place) -> Plan:
         update = max(update, both)
     update = max(update, actor.held_gradients(parts) + critic.training(part, ppo.remat, parts))
     programs = {
-        "generate": actor.generating(rows, merged=ppo.merge_lora),
+        "generate": actor.generating(
+            rows,
+            merged=ppo.merge_lora,
+            slots=ppo.rollout_slots,
+            weights=ppo.rollout_weights,
+            kv_cache=ppo.rollout_kv_cache,
+        ),
         "score": max(actor.scoring(rows), critic.scoring(rows)),
         "update": update,
     }
+    if ppo.offload:
+        both = actor.held_gradients(parts) + critic.held_gradients(parts)
+        programs["apply"] = both + max(piece_bytes(actor, ppo), piece_bytes(critic, ppo))
     return Plan("ppo", held, programs)
 
 
@@ -166,20 +180,34 @@ def memory_of(
     chosen = place.inference_tp or default_inference_tp(
         place.shape, model.num_heads, model.num_kv_heads
     )
-    fused = place.platform == "gpu" and cfg.dtype == "bfloat16" and model.head_size % 8 == 0
+    fused = place.platform == "gpu" and model.head_size <= LARGEST_HEAD_SIZE
     mesh = abstract_mesh(place.shape, chosen)
     return ModelMemory(model, mesh, jnp.dtype(cfg.dtype), lora, scalar, fused)
 
 
-def state(model: ModelMemory) -> dict[str, int]:
+def state(model: ModelMemory, cfg: PPOConfig | SupervisedConfig) -> dict[str, int]:
     """What a model that trains has on a device."""
-    return {"weights": model.weights(), "masters": model.masters(), "moments": model.moments()}
+    if cfg.offload:
+        return {"weights": model.weights()}
+    moments = model.moments(cfg.optim, cfg.moments_dtype)
+    return {"weights": model.weights(), "masters": model.masters(), "moments": moments}
+
+
+def piece_bytes(model: ModelMemory, cfg: PPOConfig | SupervisedConfig) -> int:
+    """One piece in an offloaded update: masters and moments as they come and as they go, and its
+    gradients in float32.
+    """
+    share = model.moments(cfg.optim, cfg.moments_dtype) / max(model.gradients(), 1)
+    masters = 0 if model.itemsize == FLOAT32 else 1
+    return int(model.largest_piece() * (2 * (masters + share) + 1))
 
 
 def frozen(model: ModelMemory, dtype: str | None, offload: bool) -> int:
     """A frozen copy of what a model starts from, as `stages.trainable.load_frozen` makes it."""
     wanted = model.itemsize if dtype is None else jnp.dtype(dtype).itemsize
     lora = model.lora
+    if lora is not None and lora.load_in_8bit:
+        return model.copied()
     if lora is not None and lora.dim and wanted == model.itemsize and (lora.only or not offload):
         return model.copied()
     return 0 if offload else model.plain_weights() * wanted // model.itemsize
@@ -224,9 +252,18 @@ def fitting(
 ) -> str | None:
     """The first settings that fit this mesh, as flags."""
     for flags, changed in changes(cfg, stage, place):
-        if plan_stage(changed, stage, models, place).peak <= limit:
+        if plan_least(changed, stage, models, place).peak <= limit:
             return " ".join(flags)
     return None
+
+
+def plan_least(cfg: TrainConfig, stage: StageName, models: Models, place: Place) -> Plan:
+    """The plan with the fewest rollout slots: a run takes as few as it has to."""
+    if stage == "ppo":
+        actor = memory_of(cfg, models.actor, place, cfg.ppo.actor_lora)
+        fewest = actor.rollout.batch_size_divisor
+        cfg = replace(cfg, ppo=replace(cfg.ppo, rollout_slots=fewest))
+    return plan_stage(cfg, stage, models, place)
 
 
 def fitting_mesh(
@@ -238,7 +275,7 @@ def fitting_mesh(
         larger = replace(place, shape=replace(place.shape, fsdp=fsdp), inference_tp=None)
         if rows_of_a_part(cfg, stage) % (larger.shape.replica * fsdp):
             return None
-        if plan_stage(cfg, stage, models, larger).peak <= limit:
+        if plan_least(cfg, stage, models, larger).peak <= limit:
             return f"--mesh={larger.shape}"
         fsdp *= 2
     return None
@@ -295,8 +332,14 @@ def steps_down(settings: Any, stage: StageName) -> Iterator[tuple[dict[str, Any]
     if any(not getattr(settings, name) for name in names):
         yield {name.replace("_", "-"): True for name in names}, dict.fromkeys(names, True)
     adapters = "actor_lora" if stage == "ppo" else "lora"
-    lora = getattr(settings, adapters)
+    lora, flag = getattr(settings, adapters), adapters.replace("_", "-")
     if not (lora.dim and lora.only):
-        flag = adapters.replace("_", "-")
-        small = replace(lora, dim=lora.dim or 16, only=True)
-        yield {f"{flag}.dim": small.dim, f"{flag}.only": True}, {adapters: small}
+        if settings.optim != "adafactor" and settings.moments_dtype == "float32":
+            yield {"moments-dtype": "bfloat16"}, {"moments_dtype": "bfloat16"}
+        if not settings.offload:
+            yield {"offload": True}, {"offload": True}
+        lora = replace(lora, dim=lora.dim or 16, only=True)
+        yield {f"{flag}.dim": lora.dim, f"{flag}.only": True}, {adapters: lora}
+    if not lora.load_in_8bit:
+        small = replace(lora, load_in_8bit=True)
+        yield {f"{flag}.load-in-8bit": True}, {adapters: small}

@@ -5,22 +5,30 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import jax
 
 from meshes.layout import MeshShape, check_inference_tp, default_inference_tp
 from meshes.multihost import COORDINATOR, num_processes, on_first_process, start_devices
+from rlhf_jax.data.turn_format import BY_TEMPLATE
 from rlhf_jax.hf.pretrained import Pretrained, find_pretrained
-from rlhf_jax.runtime.compilation import keep_compiled_programs
+from rlhf_jax.hf.tokenizer import with_turn_format
+from rlhf_jax.runtime.compilation import (
+    exclude_nondeterministic_operations,
+    keep_compiled_programs,
+)
 from rlhf_jax.runtime.log import say, silence
 from rlhf_jax.runtime.report.settings import Baseline
 from rlhf_jax.runtime.trackers import check_installed
 from rlhf_jax.stages.checks import check_batches, check_data, check_models
 from rlhf_jax.stages.config import StageName, TrainConfig
 from rlhf_jax.stages.dpo import run_dpo
+from rlhf_jax.stages.fit_remat import fit_remat
 from rlhf_jax.stages.memory_plan import Place, Plan, check_memory, device_limit, models_of
 from rlhf_jax.stages.ppo import run_ppo
 from rlhf_jax.stages.reward import run_reward
+from rlhf_jax.stages.rollout_slots import fit_slots
 from rlhf_jax.stages.run import Run, prepare_directory
 from rlhf_jax.stages.sft import run_sft
 from rlhf_jax.stages.summary import print_summary
@@ -37,6 +45,8 @@ def run_pipeline(cfg: TrainConfig, config_yaml: str, baseline: Baseline | None =
     """
     started = time.perf_counter()
     keep_compiled_programs()
+    if cfg.deterministic:
+        exclude_nondeterministic_operations()
     say_who_waits()
     shape = start_devices(cfg.mesh, cpu_devices=min(os.cpu_count() or 1, 2))
     if jax.process_index() != 0:
@@ -48,14 +58,20 @@ def run_pipeline(cfg: TrainConfig, config_yaml: str, baseline: Baseline | None =
         check_installed(cfg.report_to)
         check_batches(cfg, shape)
         check_models(cfg, actor)
-        check_data(cfg, actor)
-        plans = memory_plans(cfg, Place(shape, inference_tp, jax.default_backend()), actor)
-        on_first_process(lambda: prepare_directory(cfg, config_yaml))
+        formats = check_data(cfg, actor)
+        place = Place(shape, inference_tp, jax.default_backend())
+        asked = cfg
+        for stage in cfg.stages:
+            cfg = fit_remat(cfg, stage, models_of(cfg, stage, actor), place, device_limit())
+        if "ppo" in cfg.stages:
+            cfg = fit_slots(cfg, models_of(cfg, "ppo", actor), place, device_limit())
+        plans = memory_plans(cfg, place, actor)
+        on_first_process(lambda: prepare_directory(asked, config_yaml))
         describe(shape, inference_tp, actor)
         run = Run(cfg, shape, inference_tp, baseline)
         with run.metrics, run.report, run.watch_interrupts():
             for stage in cfg.stages:
-                run_stage(run, stage, actor, plans[stage])
+                run_stage(run, stage, actor, plans[stage], formats[stage])
         print_summary(run.directory, time.perf_counter() - started)
 
 
@@ -76,8 +92,10 @@ def memory_plans(cfg: TrainConfig, place: Place, actor: Pretrained) -> dict[Stag
     }
 
 
-def run_stage(run: Run, stage: StageName, actor: Pretrained, plan: Plan) -> None:
-    """Runs one stage, unless a resumed run has done it."""
+def run_stage(
+    run: Run, stage: StageName, actor: Pretrained, plan: Plan, turn_format: str | None
+) -> None:
+    """Runs one stage, unless a resumed run has done it. What it leaves notes how it was asked."""
     cfg = run.cfg
     if cfg.resume and run.is_done(stage):
         say(f"{stage}: done already")
@@ -85,18 +103,32 @@ def run_stage(run: Run, stage: StageName, actor: Pretrained, plan: Plan) -> None
     say(plan.table(device_limit()))
     began = time.perf_counter()
     run.timer.take()
+
+    def asked(model: Pretrained) -> Pretrained:
+        return asked_as(model, turn_format)
+
     if stage == "sft":
-        run_sft(run, actor)
+        run_sft(run, asked(actor))
     elif stage == "reward":
-        run_reward(run, reward_base(run))
+        run_reward(run, asked(reward_base(run)))
     elif stage == "dpo":
-        run_dpo(run, trained(run, "sft", cfg.actor_model))
+        run_dpo(run, asked(trained(run, "sft", cfg.actor_model)))
     else:
         policy = trained(run, "sft", cfg.actor_model)
         alone = cfg.ppo.reward_model_weight == 0
         reward = None if alone else trained(run, "reward", cfg.reward_model, scalar=True)
-        run_ppo(run, policy, reward)
+        run_ppo(run, asked(policy), reward)
     say(f"{stage}: {time.perf_counter() - began:.0f} s")
+
+
+def asked_as(model: Pretrained, turn_format: str | None) -> Pretrained:
+    """The model with a note of how training asks it; the one that it has stays where no prompts
+    say how.
+    """
+    if turn_format is None:
+        return model
+    noted = None if turn_format == BY_TEMPLATE else turn_format
+    return replace(model, tokenizer=with_turn_format(model.tokenizer, noted))
 
 
 class _Say(logging.Handler):

@@ -16,6 +16,7 @@ from meshes.offload import to_device
 from meshes.reshard import put_batch, put_rows
 from rlhf_jax.engine.ema import EMA, average_params, ema_program, start_ema
 from rlhf_jax.engine.hybrid import HybridEngine
+from rlhf_jax.engine.offloaded_steps import offloaded_ppo_update
 from rlhf_jax.engine.optimizer import rate_metrics
 from rlhf_jax.engine.ppo_step import (
     Scorers,
@@ -28,6 +29,7 @@ from rlhf_jax.engine.state import TrainState
 from rlhf_jax.engine.step import Metrics
 from rlhf_jax.hf.export import save_hf, save_reward_hf
 from rlhf_jax.hf.pretrained import Pretrained
+from rlhf_jax.models.remat import repeats_layers
 from rlhf_jax.objectives.adaptive import Control, Moments
 from rlhf_jax.objectives.experience import Experience
 from rlhf_jax.runtime.log import progress, say
@@ -56,14 +58,18 @@ def run_ppo(run: Run, actor: Pretrained, reward: Pretrained | None) -> None:
             f"ppo: answers are drawn with {', '.join(cfg.sampling.off_policy)}, their "
             "log-probabilities are the policy's without: PPO does not correct for the difference"
         )
+    if (correction := describe_correction(cfg)) is not None:
+        say(f"ppo: {correction}")
     data = ppo_data(run, actor)
     num_batches = cfg.num_train_epochs * data.train.num_batches
     num_steps = cfg.max_steps or -(-num_batches // cfg.generation_batches)
     with jax.set_mesh(run.mesh):
         roles, cast = load_roles(run, actor, plan, num_steps * cfg.updates_per_iteration)
         engine = HybridEngine(
-            actor.cfg, run.mesh, actor.cfg.stop_ids, merge_adapters=cfg.merge_lora
-        )
+            actor.cfg, run.mesh, actor.cfg.stop_ids,
+            merge_adapters=cfg.merge_lora, slots=cfg.rollout_slots,
+            weights=cfg.rollout_weights, kv_cache=cfg.rollout_kv_cache,
+        )  # fmt: skip
         programs = Programs.create(cfg, cast, plan)
         host = host_scorer(cfg, plan, cast.reward, actor.tokenizer, run.cfg.data.chat_format)
         evaluator = Evaluator(run, engine, programs.score_evaluation, host, data, actor)
@@ -83,6 +89,19 @@ def run_ppo(run: Run, actor: Pretrained, reward: Pretrained | None) -> None:
         export_adapters(run, actor, plan.critic, roles, cast)
     results = evaluator.comparison()
     run.finish_stage("ppo", results | {"steps": num_steps, "skipped": int(roles.actor.skipped)})
+
+
+def describe_correction(cfg: PPOConfig) -> str | None:
+    """What rollouts round, and how the policy loss takes it into account; None for neither."""
+    if not cfg.narrow_rollouts and cfg.is_threshold is None:
+        return None
+    rollouts = f"rollouts with {cfg.narrow_rollouts}" if cfg.narrow_rollouts else "rollouts as is"
+    if cfg.is_threshold is None:
+        return f"{rollouts}, without importance weights (--ppo.rollout-is-threshold=0)"
+    return (
+        f"{rollouts}: old log-probabilities are the training graph's, each token's policy loss is "
+        f"weighted by their ratio to the rollout's, at most {cfg.is_threshold:g}"
+    )
 
 
 def export_adapters(
@@ -110,44 +129,53 @@ class Programs:
     def create(cls, cfg: PPOConfig, cast: Cast, plan: RewardPlan) -> "Programs":
         """Jitted: they compile at first use, once per prompt bucket."""
         mean, std = score_statistics(cfg, plan.reward)
-        temperature = cfg.sampling.score_temperature
         scoring = ScoringSettings(
             reward=cfg.reward_settings,
-            temperature=temperature,
+            temperature=cfg.sampling.score_temperature,
             score_mean=mean,
             score_std=std,
-            recompute_logprobs=cfg.old_logprobs == "train",
+            recompute_logprobs=cfg.recomputes_logprobs,
+            rollout_is_threshold=cfg.is_threshold,
             reward_model_weight=cfg.reward_model_weight,
             adaptive_kl=cfg.adaptive_kl,
             center_scores=cfg.score_scaling == "running_mean_std",
         )
-        settings = UpdateSettings(
-            temperature=temperature,
-            clip_range=cfg.clip_range,
-            value_clip_range=cfg.value_clip_range,
-            value_coef=cfg.value_coef,
-            entropy_coef=cfg.entropy_coef,
-            target_kl=cfg.target_kl,
-            num_parts=cfg.gradient_accumulation_steps,
-            remat=cfg.remat,
-            ptx_coef=cfg.ptx_coef,
-        )
         # Evaluation samples at temperature 1 and greedily, whatever training does.
-        plain = replace(scoring, temperature=1.0, recompute_logprobs=False)
+        plain = replace(
+            scoring, temperature=1.0, recompute_logprobs=False, rollout_is_threshold=None
+        )
         score, score_evaluation = (
             jax.jit(partial(score_rollout, **cast.places, settings=each))
             for each in (scoring, plain)
         )
-        step = partial(
-            ppo_update,
-            actor_place=cast.actor,
-            critic_place=cast.critic,
-            optimizers=cast.optimizers,
-            settings=settings,
-        )
+        static: dict[str, Any] = {
+            "actor_place": cast.actor,
+            "critic_place": cast.critic,
+            "optimizers": cast.optimizers,
+            "settings": update_settings(cfg),
+        }
         evaluation = score if plain == scoring else score_evaluation
-        update = jax.jit(with_rates(step, cast), donate_argnums=(0, 1))
+        if cfg.offload:
+            update = with_rates(offloaded_ppo_update(**static), cast)
+        else:
+            step = with_rates(partial(ppo_update, **static), cast)
+            update = jax.jit(step, donate_argnums=(0, 1))
         return cls(score, evaluation, update, ema_program(cfg.ema))
+
+
+def update_settings(cfg: PPOConfig) -> UpdateSettings:
+    """What an update minimises."""
+    return UpdateSettings(
+        temperature=cfg.sampling.score_temperature,
+        clip_range=cfg.clip_range,
+        value_clip_range=cfg.value_clip_range,
+        value_coef=cfg.value_coef,
+        entropy_coef=cfg.entropy_coef,
+        target_kl=cfg.target_kl,
+        num_parts=cfg.gradient_accumulation_steps,
+        remat=cfg.remat,
+        ptx_coef=cfg.ptx_coef,
+    )
 
 
 def with_rates(step: Any, cast: Cast) -> Any:
@@ -227,7 +255,7 @@ def train(
             # that sampled: what differs is the sampler's arithmetic.
             metrics |= means(all_losses)
             metrics.setdefault("rollout/logprob_diff_mean", all_losses[0]["policy/abs_log_ratio"])
-            metrics |= throughput(run, engine, data)
+            metrics |= throughput(run, engine, data, metrics["response_length/mean"])
             if run.due(run.cfg.eval_interval, done, num_steps):
                 with run.timer.phase("evaluate"):
                     metrics |= evaluator.measure(done, roles, averaged(beside, roles))
@@ -338,18 +366,23 @@ def minibatches(
             yield chunks[n]
 
 
-def throughput(run: Run, engine: HybridEngine, data: PromptData) -> dict[str, float]:
-    """Samples a second by wall clock, and DeepSpeed-Chat's generation and training TFLOP/s."""
+def throughput(
+    run: Run, engine: HybridEngine, data: PromptData, mean_length: Any
+) -> dict[str, Any]:
+    """Samples a second by wall clock, tokens of answers a second of generation, and
+    DeepSpeed-Chat's generation and training TFLOP/s.
+    """
     cfg, seconds, elapsed = run.cfg.ppo, run.timer.peek(), run.timer.elapsed()
     rows = cfg.batch_size * cfg.generation_batches
     length = data.max_prompt + cfg.max_answer_seq_len
     devices = run.mesh.size * 1e12
-    passes = 3 if cfg.remat == "none" else 4
+    passes = 4 if repeats_layers(cfg.remat) else 3
     model = engine.cfg
     generated = deepspeed_flops(model, rows, length, 1)
     trained = deepspeed_flops(model, rows * cfg.ppo_epochs, length, passes)
     return {
         "perf/samples_per_second": rows / elapsed,
+        "perf/generated_tokens_per_second": rows * mean_length / seconds["generate"],
         "perf/generation_tflops_per_device": generated / seconds["generate"] / devices,
         "perf/actor_training_tflops_per_device": trained / seconds["update"] / devices,
     }

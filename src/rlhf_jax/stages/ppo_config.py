@@ -5,12 +5,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rlhf_jax.engine.ema import EMAConfig
-from rlhf_jax.engine.optimizer import OptimizerConfig, Schedule
+from rlhf_jax.engine.optimizer import MomentsDtype, Optim, OptimizerConfig, Schedule
 from rlhf_jax.engine.sampling import SamplingConfig
 from rlhf_jax.models.decoder import Remat
 from rlhf_jax.models.lora import LoRAConfig
+from rlhf_jax.models.narrow import Narrow
 from rlhf_jax.objectives.adaptive import AdaptiveKL
 from rlhf_jax.objectives.experience import RewardSettings
+from rlhf_jax.objectives.rollout_correction import DEFAULT_THRESHOLD
 from rlhf_jax.stages.ranges import check_at_least, check_parts
 
 
@@ -31,6 +33,7 @@ class PPOConfig:
     lr_power: float = 1.0
     """Of the schedule `polynomial`."""
     adam_beta2: float = 0.95
+    """Of adamw; lion's second beta too."""
     batch_size: int = 64
     """Prompts answered in one generation, over all devices."""
     minibatch_size: int | None = None
@@ -40,6 +43,19 @@ class PPOConfig:
     """Batches that are answered before an update phase."""
     ppo_epochs: int = 1
     """Passes over the experience of an iteration."""
+    rollout_slots: int | None = None
+    """The most rows that decode at once: an answer that ends makes room for the next prompt; None:
+    the whole batch. It pays where lengths differ much and batches are several times larger; the
+    answers stay the same. A run whose keys and values do not fit lowers it, and says so."""
+    rollout_weights: Narrow = "same"
+    """Decode with the layers' matrices rounded to one byte a number, a scale a row: int8, or fp8
+    (e4m3)."""
+    rollout_kv_cache: Narrow = "same"
+    """The same for keys and values while decoding, a scale for each token and head."""
+    rollout_is_threshold: float | None = None
+    """Weight each token's policy loss by its probability in training over that in the rollout, cut
+    off here (truncated importance sampling; `old_logprobs` are then training's); None: 2 where
+    rollouts are rounded, no weights elsewhere; 0: no weights."""
     num_train_epochs: int = 1
     max_steps: int | None = None
     """Iterations (generate, score, update); None: as many as the prompts of the epochs give."""
@@ -102,6 +118,12 @@ class PPOConfig:
     ema: EMAConfig = field(default_factory=EMAConfig)
     frozen_dtype: Literal["bfloat16", "float32"] | None = None
     """Of reference and reward model; None: that of --dtype."""
+    offload: bool = False
+    """Keep masters and moments of actor and critic in host memory; they visit the devices layer by
+    layer in every update."""
+    optim: Optim = "adamw"
+    moments_dtype: MomentsDtype = "float32"
+    """Of what adamw and lion keep for each parameter; bfloat16 rounds stochastically."""
     offload_reference_model: bool = False
     """Keep the reference model in host memory; its layers visit the devices one by one."""
     offload_reward_model: bool = False
@@ -114,6 +136,7 @@ class PPOConfig:
     """Generate with the adapters merged into a copy of their weights; unmerged, updates below the
     spacing of bfloat16 count too."""
     remat: Remat = "full"
+    """What the backward pass computes anew (docs/memory.md): auto, as little as memory allows."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "batch_size", "minibatch_size", "gradient_accumulation_steps")
@@ -126,8 +149,9 @@ class PPOConfig:
                 f"max_answer_seq_len={self.max_answer_seq_len}: lower it"
             )
         check_at_least(self, 1, "generation_batches", "ppo_epochs", "num_train_epochs", "max_steps")
+        check_at_least(self, 1, "rollout_slots")
         check_at_least(self, 0, "clip_range", "value_clip_range", "value_coef", "entropy_coef")
-        check_at_least(self, 0, "ptx_coef", "reward_model_weight")
+        check_at_least(self, 0, "ptx_coef", "reward_model_weight", "rollout_is_threshold")
         if self.offload_reward_model and not self.reward_model_weight:
             raise ValueError(
                 "offload_reward_model: with reward_model_weight=0 no reward model is loaded, leave "
@@ -170,6 +194,24 @@ class PPOConfig:
         )
 
     @property
+    def narrow_rollouts(self) -> str:
+        """What rollouts round, for a line to the user; empty where they do not."""
+        parts = {"weights": self.rollout_weights, "KV cache": self.rollout_kv_cache}
+        return " and ".join(f"{kind} {what}" for what, kind in parts.items() if kind != "same")
+
+    @property
+    def is_threshold(self) -> float | None:
+        """Where importance weights are cut off; None: there are none."""
+        if self.rollout_is_threshold is None:
+            return DEFAULT_THRESHOLD if self.narrow_rollouts else None
+        return self.rollout_is_threshold or None
+
+    @property
+    def recomputes_logprobs(self) -> bool:
+        """Whether old log-probabilities are the training graph's."""
+        return self.old_logprobs == "train" or self.is_threshold is not None
+
+    @property
     def adaptive_kl(self) -> AdaptiveKL | None:
         if self.adaptive_kl_target is None:
             return None
@@ -204,6 +246,8 @@ class PPOConfig:
             power=self.lr_power,
             weight_decay=self.actor_weight_decay if actor else self.critic_weight_decay,
             beta2=self.adam_beta2,
+            optim=self.optim,
+            moments_dtype=self.moments_dtype,
         )
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from meshes.layout import Layout
 from rlhf_jax.data.batches import PairBatch, collate_pairs
 from rlhf_jax.data.loader import Loader
+from rlhf_jax.data.packing import PackedPairs, Packing, collate_packed_pairs
 from rlhf_jax.data.tokenize import tokenize_pairs
 from rlhf_jax.hf.export import save_reward_hf
 from rlhf_jax.hf.pretrained import Pretrained
@@ -21,11 +22,16 @@ from rlhf_jax.models.params import (
     compute_layout,
     store_layout,
 )
-from rlhf_jax.models.scoring import scalar_scores
-from rlhf_jax.objectives.losses import Metrics, PairwiseLoss, pairwise_loss
+from rlhf_jax.models.scoring import scalar_scores, take_positions
+from rlhf_jax.objectives.losses import Metrics, PairwiseLoss, last_token_loss, pairwise_loss
 from rlhf_jax.runtime.disk import replace_text
 from rlhf_jax.runtime.log import say
-from rlhf_jax.stages.rows import batches_of_one_length, stage_rows
+from rlhf_jax.stages.rows import (
+    PAD_MULTIPLE,
+    batches_of_one_length,
+    packed_batches,
+    stage_rows,
+)
 from rlhf_jax.stages.run import Run
 from rlhf_jax.stages.supervised import Task, train_supervised
 from rlhf_jax.stages.supervised_config import RewardConfig
@@ -68,20 +74,37 @@ def run_reward(run: Run, base: Pretrained) -> None:
     run.finish_stage("reward", results)
 
 
-def reward_data(run: Run, base: Pretrained) -> tuple[Loader[PairBatch], list[PairBatch]]:
-    """Training batches, and held-out ones (none where nothing is held out)."""
-    return batches_of_one_length(
-        run,
-        stage_rows(run, "reward", base, tokenize_pairs),
-        collate_pairs,
-        batch_size=run.cfg.reward.batch_size,
-        max_length=base.cfg.max_positions,
+def reward_data(
+    run: Run, base: Pretrained
+) -> tuple[Loader[PairBatch] | Loader[PackedPairs], list[PairBatch]]:
+    """Training batches, and held-out ones (none where nothing is held out), never packed.
+
+    A packed pair keeps both rows in one sequence, so that its loss needs one sequence alone.
+    """
+    cfg, rows = run.cfg.reward, stage_rows(run, "reward", base, tokenize_pairs)
+    loader, eval_batches = batches_of_one_length(
+        run, rows, collate_pairs, batch_size=cfg.batch_size, max_length=base.cfg.max_positions
     )
+    if not cfg.packing:
+        return loader, eval_batches
+    parts = compute_layout(base.cfg, run.mesh).batch_size_divisor * cfg.gradient_accumulation_steps
+    packing = Packing.of(
+        [len(row.chosen) + len(row.rejected) for row in rows.train], PAD_MULTIPLE,
+        batch_size=cfg.batch_size, multiple=parts,
+    )  # fmt: skip
+    collate = partial(collate_packed_pairs, length=packing.length, most_pairs=packing.most_rows)
+    size = packing.sequences_per_batch(cfg.batch_size, parts)
+    return packed_batches(run, "reward", rows.train, packing, collate, size), eval_batches
 
 
 def num_pairs(batch: Any) -> jax.Array:
     """How many pairs are real."""
-    return batch.chosen.valid_B.sum()
+    return valid_pairs(batch).sum()
+
+
+def valid_pairs(batch: Any) -> Any:
+    """1 for every real pair, `[B]`; of packed pairs `[B, N]`."""
+    return batch.valid_BN if isinstance(batch, PackedPairs) else batch.chosen.valid_B
 
 
 def score_pairs(
@@ -94,10 +117,22 @@ def score_pairs(
 ) -> PairwiseLoss:
     """The loss of a batch of pairs and the scores at the last tokens."""
 
-    def scores(tokens_BT: jax.Array) -> jax.Array:
-        hidden = forward(params.body, tokens_BT, model, layout, remat=cfg.remat)
+    def scores(tokens_BT: jax.Array, starts_BT: jax.Array | None = None) -> jax.Array:
+        hidden = forward(
+            params.body, tokens_BT, model, layout, starts_BT=starts_BT, remat=cfg.remat
+        )
         return scalar_scores(params, hidden)
 
+    if isinstance(batch, PackedPairs):
+        packed: Any = batch
+        scores_BT = scores(packed.tokens_BT, packed.starts_BT)
+        return last_token_loss(
+            take_positions(scores_BT, packed.chosen_ends_BN, layout),
+            take_positions(scores_BT, packed.rejected_ends_BN, layout),
+            packed.valid_BN,
+            packed.margin_BN,
+            center_coef=cfg.center_coef,
+        )
     chosen, rejected = batch.chosen, batch.rejected
     return pairwise_loss(
         scores(chosen.tokens_BT),
@@ -123,7 +158,8 @@ def pair_batch_loss(
 ) -> tuple[jax.Array, Metrics]:
     """The mean pairwise loss and its metrics, each a mean over pairs."""
     pairs = score_pairs(params, batch, cfg=cfg, model=model, layout=layout)
-    share = batch.chosen.valid_B / jnp.maximum(batch.chosen.valid_B.sum(), 1)
+    valid = valid_pairs(batch)
+    share = valid / jnp.maximum(valid.sum(), 1)
     both = jnp.stack([pairs.chosen_scores_B, pairs.rejected_scores_B])
     return pairs.loss, {
         "pair_loss": pairs.loss,

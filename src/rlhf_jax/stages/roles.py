@@ -6,11 +6,11 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-import optax
 
+from rlhf_jax.engine.offloaded import create_offloaded
 from rlhf_jax.engine.optimizer import Rates
 from rlhf_jax.engine.ppo_step import ModelOnMesh
-from rlhf_jax.engine.state import TrainState, create_state
+from rlhf_jax.engine.state import AnyOptimizer, TrainState, create_state
 from rlhf_jax.hf.pretrained import Pretrained
 from rlhf_jax.models.lora import combine
 from rlhf_jax.models.params import (
@@ -65,7 +65,7 @@ class Cast:
     actor: ModelOnMesh
     critic: ModelOnMesh
     reward: ModelOnMesh | None
-    optimizers: tuple[optax.GradientTransformation, optax.GradientTransformation]
+    optimizers: tuple[AnyOptimizer, AnyOptimizer]
     rates: tuple[Rates, Rates]
     fresh: tuple[bool, bool] = (True, True)
     """Whether the adapters of actor and critic are new, not an earlier run's."""
@@ -102,9 +102,10 @@ def load_roles(
         critic.optimizer(cfg.optimizer("critic"), num_updates),
     )
     drops = any(model.drops for model in (policy, critic))
+    create = create_offloaded if cfg.offload else create_state
     roles = Roles(
-        actor=create_state(policy.trained, optimizers[0]),
-        critic=create_state(critic.trained, optimizers[1]),
+        actor=create(policy.trained, optimizers[0]),
+        critic=create(critic.trained, optimizers[1]),
         reference=reference,
         reward=None if plan.by_text else scorer,
         text_reward=scorer if plan.by_text else None,

@@ -10,9 +10,11 @@ from rlhf_jax.data.batches import common_length
 from rlhf_jax.data.blend import StageRecords, load_stage_records
 from rlhf_jax.data.loader import Loader
 from rlhf_jax.data.mixture import Mixture
+from rlhf_jax.data.packing import Packing
 from rlhf_jax.data.records import Example
 from rlhf_jax.data.render import ChatFormat
 from rlhf_jax.data.tokenize import Overlong, TokenizeReport
+from rlhf_jax.data.turn_format import trained_format
 from rlhf_jax.hf.pretrained import Pretrained
 from rlhf_jax.runtime.log import say
 from rlhf_jax.stages.config import StageName, TrainConfig
@@ -40,13 +42,15 @@ class Tokenize[Row](Protocol):
 @dataclass(frozen=True)
 class StageRows[Row]:
     """What a stage trains on and is evaluated on (may be empty). `notes` says how they came
-    about, a line each; `mixture` how often a weighted blend shows the rows of each source.
+    about, a line each; `mixture` how often a weighted blend shows the rows of each source;
+    `turn_format` how they write a question, as `trained_format` says.
     """
 
     train: list[Row]
     held_out: list[Row]
     notes: tuple[str, ...]
     mixture: Mixture | None = None
+    turn_format: str | None = None
 
 
 def read_rows[Row](
@@ -85,7 +89,8 @@ def read_rows[Row](
         held_out, report = tokenize(records.eval, model.tokenizer, **settings)
         nothing = "" if held_out else "; nothing is evaluated"
         notes.append(f"{stage} held out: {report}{nothing}")
-    return StageRows(train, held_out, tuple(notes), mixture)
+    form = trained_format(records.train, cfg.data.chat_format)
+    return StageRows(train, held_out, tuple(notes), mixture, form)
 
 
 def read_records(cfg: TrainConfig, stage: StageName) -> StageRecords:
@@ -150,3 +155,21 @@ def batches_of_one_length[Batch](
     train = Loader(rows.train, pad, batch_size=batch_size, seed=run.cfg.seed, mixture=rows.mixture)
     starts = range(0, len(rows.held_out), batch_size)[: run.cfg.eval_batches]
     return train, [pad(rows.held_out[n : n + batch_size], batch_size) for n in starts]
+
+
+def packed_batches[Row, Batch](
+    run: Run,
+    stage: StageName,
+    rows: Sequence[Row],
+    packing: Packing,
+    collate: Callable[[Sequence[Sequence[Row]], int], Batch],
+    size: int,
+) -> Loader[Batch]:
+    """Training batches of `size` sequences with several rows each; says what came of it."""
+    count, unit = packing.num_sequences, "pairs" if stage == "reward" else "rows"
+    say(
+        f"{stage}: {len(rows)} {unit} packed into {count} sequences of {packing.length} tokens, "
+        f"{packing.filled:.1%} full; a step has {size} of them, {size * len(rows) / count:.1f} "
+        f"{unit} on average"
+    )
+    return Loader(rows, collate, batch_size=size, seed=run.cfg.seed, packing=packing)

@@ -22,7 +22,7 @@ from rlhf_jax.runtime.checkpoint import Checkpoints
 from rlhf_jax.runtime.disk import replace_text
 from rlhf_jax.runtime.log import say
 from rlhf_jax.runtime.metrics import MetricsWriter, Scalar, last_steps
-from rlhf_jax.runtime.profile import PhaseTimer
+from rlhf_jax.runtime.profile import PhaseTimer, peak_memory
 from rlhf_jax.runtime.report.live import LiveReport
 from rlhf_jax.runtime.report.page import State
 from rlhf_jax.runtime.report.settings import Baseline
@@ -64,8 +64,9 @@ class Run:
         return jax.random.fold_in(named, step)
 
     def log(self, stage: StageName, step: int, metrics: Mapping[str, Scalar]) -> dict[str, float]:
-        """Writes a row of metrics with the phase times since the last one."""
-        values = self.metrics.write(stage, step, {**metrics, **self.timer.take()})
+        """Writes a row of metrics with the phase times since the last one, and the memory."""
+        row = {**metrics, **self.timer.take(), **peak_memory()}
+        values = self.metrics.write(stage, step, row)
         self.report.refresh()
         return values
 

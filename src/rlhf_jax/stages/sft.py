@@ -10,6 +10,7 @@ import numpy as np
 from meshes.layout import Layout
 from rlhf_jax.data.batches import TextBatch, collate_text
 from rlhf_jax.data.loader import Loader
+from rlhf_jax.data.packing import PackedBatch, Packing, collate_packed
 from rlhf_jax.data.tokenize import tokenize_sft
 from rlhf_jax.hf.export import save_hf
 from rlhf_jax.hf.pretrained import Pretrained
@@ -19,7 +20,12 @@ from rlhf_jax.models.params import Params, compute_layout, store_layout
 from rlhf_jax.models.scoring import score_tokens
 from rlhf_jax.objectives.losses import Metrics, prediction_mask, sft_loss
 from rlhf_jax.runtime.log import say
-from rlhf_jax.stages.rows import batches_of_one_length, stage_rows
+from rlhf_jax.stages.rows import (
+    PAD_MULTIPLE,
+    batches_of_one_length,
+    packed_batches,
+    stage_rows,
+)
 from rlhf_jax.stages.run import Run
 from rlhf_jax.stages.supervised import Task, train_supervised
 from rlhf_jax.stages.supervised_config import SFTConfig
@@ -60,24 +66,37 @@ def perplexity(cross_entropy: float) -> float:
         return float(np.exp(cross_entropy))
 
 
-def sft_data(run: Run, base: Pretrained) -> tuple[Loader[TextBatch], list[TextBatch]]:
-    """Training batches, and held-out ones (none where nothing is held out)."""
-    return batches_of_one_length(
-        run,
-        stage_rows(run, "sft", base, tokenize_sft),
-        collate_text,
-        batch_size=run.cfg.sft.batch_size,
-        max_length=base.cfg.max_positions,
+def sft_data(
+    run: Run, base: Pretrained
+) -> tuple[Loader[TextBatch] | Loader[PackedBatch], list[TextBatch]]:
+    """Training batches, and held-out ones (none where nothing is held out), never packed."""
+    cfg, rows = run.cfg.sft, stage_rows(run, "sft", base, tokenize_sft)
+    loader, eval_batches = batches_of_one_length(
+        run, rows, collate_text, batch_size=cfg.batch_size, max_length=base.cfg.max_positions
     )
+    if not cfg.packing:
+        return loader, eval_batches
+    parts = compute_layout(base.cfg, run.mesh).batch_size_divisor * cfg.gradient_accumulation_steps
+    packing = Packing.of(
+        [len(row.tokens) for row in rows.train], PAD_MULTIPLE,
+        batch_size=cfg.batch_size, multiple=parts,
+    )  # fmt: skip
+    collate = partial(
+        collate_packed, length=packing.length, answers_only=cfg.loss_on == "completion"
+    )
+    size = packing.sequences_per_batch(cfg.batch_size, parts)
+    return packed_batches(run, "sft", rows.train, packing, collate, size), eval_batches
 
 
-def num_predictions(batch: TextBatch, loss_on: str) -> jax.Array:
+def num_predictions(batch: TextBatch | PackedBatch, loss_on: str) -> jax.Array:
     """How many predictions carry loss."""
     return loss_mask(batch, loss_on).sum().astype(jnp.float32)
 
 
 def loss_mask(batch: Any, loss_on: Any) -> jax.Array:
-    """Which predictions carry loss, `[B, T-1]`."""
+    """Which predictions carry loss, `[B, T-1]`: entry t predicts token t + 1."""
+    if isinstance(batch, PackedBatch):
+        return jnp.asarray(batch.counted_BT)[:, 1:] > 0
     return prediction_mask(
         batch.lengths_B,
         batch.prompt_lengths_B,
@@ -87,11 +106,18 @@ def loss_mask(batch: Any, loss_on: Any) -> jax.Array:
     )
 
 
+def starts_of(batch: Any) -> Any:
+    """Where the row of each token begins, in packed batches."""
+    return batch.starts_BT if isinstance(batch, PackedBatch) else None
+
+
 def sft_batch_loss(
     params: Params[jax.Array], batch: Any, *, cfg: SFTConfig, model: ModelConfig, layout: Layout
 ) -> tuple[jax.Array, Metrics]:
     """Cross-entropy a token over the predictions that count, and its metrics."""
-    logprobs, entropy = predictions(params, batch.tokens_BT, model, layout, cfg.remat)
+    logprobs, entropy = predictions(
+        params, batch.tokens_BT, starts_of(batch), model, layout, cfg.remat
+    )
     mask = loss_mask(batch, cfg.loss_on)
     loss = sft_loss(logprobs, mask)
     share = mask / jnp.maximum(mask.sum(), 1)
@@ -102,9 +128,9 @@ def sft_batch_loss(
 
 
 def predictions(
-    params: Params[jax.Array], tokens_BT: jax.Array, model: ModelConfig, layout: Layout,
-    remat: Remat,
+    params: Params[jax.Array], tokens_BT: jax.Array, starts_BT: jax.Array | None,
+    model: ModelConfig, layout: Layout, remat: Remat,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Log p of every next token and the entropy there, `[B, T-1]` each."""
-    hidden = forward(params, tokens_BT, model, layout, remat=remat)
-    return score_tokens(params, hidden[:, :-1], tokens_BT[:, 1:], model, layout)
+    hidden = forward(params, tokens_BT, model, layout, starts_BT=starts_BT, remat=remat)
+    return score_tokens(params, hidden[:, :-1], tokens_BT[:, 1:], model, layout, remat=remat)

@@ -17,6 +17,7 @@ EXPORTS = {
     "reward": "reward model",
     "actor": "after PPO",
     "actor_ema": "after PPO, the moving average",
+    "critic": "critic of PPO",
     "dpo": "after DPO",
 }
 

@@ -1,6 +1,6 @@
 """What steps 1, 2 and dpo share: their program, their loop, their evaluation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +11,8 @@ import jax
 from meshes.layout import Layout
 from meshes.reshard import put_batch
 from rlhf_jax.data.loader import Loader
+from rlhf_jax.engine.offloaded import create_offloaded
+from rlhf_jax.engine.offloaded_steps import offloaded_train_step
 from rlhf_jax.engine.optimizer import rate_metrics
 from rlhf_jax.engine.state import TrainState, create_state
 from rlhf_jax.engine.step import LossFn, WeightFn, train_step
@@ -64,13 +66,13 @@ def train_supervised(
     key = run.key(0, f"dropout/{task.stage}") if model.drops else None
     num_steps = cfg.max_steps or cfg.num_train_epochs * loader.num_batches
     optimizer = model.optimizer(cfg.optimizer, num_steps)
-    step = partial(
-        train_step,
-        loss_fn=task.loss,
-        weight_fn=task.weight,
-        optimizer=optimizer,
-        num_parts=cfg.gradient_accumulation_steps,
-    )
+    static: dict[str, Any] = {
+        "loss_fn": task.loss,
+        "weight_fn": task.weight,
+        "optimizer": optimizer,
+        "num_parts": cfg.gradient_accumulation_steps,
+    }
+    step = offloaded_train_step(**static) if cfg.offload else partial(train_step, **static)
     rates = model.rates(cfg.optimizer, num_steps)
 
     def step_with_rates(
@@ -79,7 +81,8 @@ def train_supervised(
         after, metrics = step(state, batch, frozen, key)
         return after, metrics | rate_metrics(rates, state.step)
 
-    program = jax.jit(step_with_rates, donate_argnums=0)
+    program = step_with_rates if cfg.offload else jax.jit(step_with_rates, donate_argnums=0)
+    create = create_offloaded if cfg.offload else create_state
 
     def update(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         return program(state, task.prepare(batch), frozen, key)
@@ -89,7 +92,7 @@ def train_supervised(
         return {f"eval/{name}": value for name, value in means.items()}
 
     state, results = fit(
-        run, task.stage, create_state(model.trained, optimizer), loader, num_steps, task.layout,
+        run, task.stage, create(model.trained, optimizer), loader, num_steps, task.layout,
         update, evaluate, task.shown,
     )  # fmt: skip
     held_out = {name: value for name, value in results.items() if name.startswith("eval/")}
@@ -120,7 +123,8 @@ def fit(
             progress(stage, num_steps, done=start or 0, every=cfg.log_interval)
         )
         if start is not None:
-            state, _ = checkpoints.restore(start, state)
+            state, saved = checkpoints.restore(start, state)
+            check_same_batches(stage, saved, loader)
             say(f"{stage}: resumed after step {start}")
         results: dict[str, float] = {}
         if start is None:
@@ -143,11 +147,25 @@ def fit(
             bar.update(done, live)
             stopping = run.should_stop(logged=logging)
             if stopping or run.due(cfg.save_interval, done, num_steps):
-                checkpoints.save(done, state, {"stage": stage, "step": done})
+                meta = {"stage": stage, "step": done, "batch_size": loader.batch_size}
+                checkpoints.save(done, state, meta)
             if stopping:
                 checkpoints.wait()
                 run.stop(stage, done)
     return state, results
+
+
+def check_same_batches(stage: StageName, saved: Mapping[str, Any], loader: Loader[Any]) -> None:
+    """ValueError where the epochs of a resumed run are cut into other batches than before: how many
+    sequences a packed batch has follows the mesh.
+    """
+    before = saved.get("batch_size", loader.batch_size)
+    if before != loader.batch_size:
+        raise ValueError(
+            f"--resume: a batch of {stage} had {before} packed sequences and has "
+            f"{loader.batch_size} on this mesh, so rows would be left out or seen twice: use a "
+            "mesh that shares a batch among as many devices as before, or a new --output-dir"
+        )
 
 
 def mean_over(

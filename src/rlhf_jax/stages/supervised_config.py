@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rlhf_jax.engine.optimizer import OptimizerConfig, Schedule
+from rlhf_jax.engine.optimizer import MomentsDtype, Optim, OptimizerConfig, Schedule
 from rlhf_jax.models.decoder import Remat
 from rlhf_jax.models.lora import LoRAConfig
 from rlhf_jax.stages.ranges import check_at_least, check_parts
@@ -24,6 +24,7 @@ class SupervisedConfig:
     lr_power: float = 1.0
     """Of the schedule `polynomial`."""
     adam_beta2: float = 0.95
+    """Of adamw; lion's second beta too."""
     batch_size: int = 64
     """Rows (step 2 and dpo: pairs) of one optimizer step, over all devices."""
     gradient_accumulation_steps: int = 1
@@ -33,8 +34,14 @@ class SupervisedConfig:
     """Stop after this many optimizer steps, whatever the epochs say."""
     max_seq_len: int = 512
     remat: Remat = "full"
-    """What the backward pass computes again: nothing, a whole layer, or all but products."""
+    """What the backward pass computes anew (docs/memory.md): auto, as little as memory allows."""
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    offload: bool = False
+    """Keep masters and moments in host memory; they visit the devices layer by layer in every
+    update."""
+    optim: Optim = "adamw"
+    moments_dtype: MomentsDtype = "float32"
+    """Of what adamw and lion keep for each parameter; bfloat16 rounds stochastically."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "batch_size", "gradient_accumulation_steps", "num_train_epochs")
@@ -45,7 +52,7 @@ class SupervisedConfig:
 
     @property
     def optimizer(self) -> OptimizerConfig:
-        """AdamW with these settings."""
+        """The update rule with these settings."""
         return OptimizerConfig(
             learning_rate=self.learning_rate,
             schedule=self.lr_scheduler_type,
@@ -55,6 +62,8 @@ class SupervisedConfig:
             power=self.lr_power,
             weight_decay=self.weight_decay,
             beta2=self.adam_beta2,
+            optim=self.optim,
+            moments_dtype=self.moments_dtype,
         )
 
 
@@ -65,6 +74,9 @@ class SFTConfig(SupervisedConfig):
     learning_rate: float = 9.65e-6
     loss_on: Literal["all", "completion"] = "all"
     """Tokens that carry loss: all, as DeepSpeed-Chat, or the answer's only."""
+    packing: bool = False
+    """Put several rows into one sequence where they are short. A step still has `batch_size` rows,
+    on average, and each gives the loss that it gives alone."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +92,18 @@ class RewardConfig(SupervisedConfig):
     """Weight of the squared score, which keeps scores near 0."""
     train_from: Literal["reward_model", "actor"] = "reward_model"
     """Start from --reward-model, or from the model that step 1 trained."""
+    packing: bool = False
+    """Put several pairs into one sequence. A step still has `batch_size` pairs, on average, and
+    each gives the loss that it gives alone. Needs span=last."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(self, 0, "center_coef")
+        if self.packing and self.span != "last":
+            raise ValueError(
+                f"packing compares scores at the last tokens and span is {self.span}: use "
+                "span=last, or no packing"
+            )
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from meshes.layout import Layout
-from rlhf_jax.engine.optimizer import OptimizerConfig, Rates, learning_rates, make_optimizer
+from rlhf_jax.engine.optimizer import (
+    Optimizer,
+    OptimizerConfig,
+    Rates,
+    learning_rates,
+    make_optimizer,
+)
 from rlhf_jax.hf.peft import Adapter, read_factors
 from rlhf_jax.hf.peft_export import save_adapter
 from rlhf_jax.hf.pretrained import Pretrained
@@ -19,6 +24,7 @@ from rlhf_jax.models.lora import (
     adapted_specs,
     adapters_in,
     combine,
+    int8_paths,
     new_adapters,
     split,
     trains,
@@ -31,7 +37,7 @@ from rlhf_jax.stages.run import Run
 
 @dataclass(frozen=True)
 class Trainable:
-    """A whole model, `params`, in STORE, and the declarations of it, adapters included.
+    """A whole model, `params`, in STORE, and the declarations of it, adapters and int8 included.
 
     `fresh` adapters change nothing yet.
     """
@@ -62,7 +68,7 @@ class Trainable:
         """The declarations of what trains: what an optimizer is made for."""
         return self.pick(self.specs)
 
-    def optimizer(self, cfg: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
+    def optimizer(self, cfg: OptimizerConfig, num_steps: int) -> Optimizer:
         """The stage's, with the adapters' own learning rate."""
         rate = self.lora.learning_rate
         return make_optimizer(cfg, self.trained_specs, num_steps, adapter_rate=rate)
@@ -117,9 +123,9 @@ def load_trainable(
     if lora.dim == 0:
         return Trainable(read(layout, dtype, key=key), specs, lora)
     if base.adapter is not None and goes_on(base.adapter, base, specs):
-        params = adopt(read(layout, dtype, merged=False, key=key), specs)
+        params = adopt(read(layout, dtype, merged=False, in_int8=int8_paths(specs), key=key), specs)
         return described(Trainable(params, specs, lora, fresh=False), base)
-    params = read(layout, dtype, key=key)
+    params = read(layout, dtype, in_int8=int8_paths(specs), key=key)
     params = new_adapters(params, specs, layout, dtype, key=jax.random.fold_in(key, 1))
     return described(Trainable(params, specs, lora), base)
 
@@ -193,12 +199,15 @@ def load_frozen(
     scalar: bool = False, key: jax.Array,
 ) -> Any:  # fmt: skip
     """What training starts from, as a model that stays so: `Trainable.reference`, or read once
-    more where it is asked for in host memory or in another dtype.
+    more where it is asked for in host memory or in another dtype. A base in int8 is always shared:
+    another copy would be another model.
     """
     wanted = frozen_dtype(run, dtype)
-    if wanted == run.dtype and not (offload and model.moves_matrices):
-        if offload:
-            say(f"{base.name}: not offloaded, it is the base of the adapters that train")
+    narrow = bool(int8_paths(model.specs))
+    if narrow or (wanted == run.dtype and not (offload and model.moves_matrices)):
+        if offload or wanted != run.dtype:
+            what = "not offloaded" if offload else f"not in {wanted}"
+            say(f"{base.name}: {what}, it is the {'int8 ' * narrow}base of the adapters that train")
         return model.reference()
     read = base.scalar_model if scalar else base.params
     return read(frozen_layout(store_layout(base.cfg, run.mesh), offload), wanted, key=key)

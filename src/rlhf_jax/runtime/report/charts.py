@@ -46,7 +46,7 @@ COMMON = (
     Chart("Samples a second", ("*samples_per_second*",), zero=True),
     Chart("Tokens a second", ("*tokens_per_second*",), zero=True),
     Chart("TFLOP/s a device", ("*tflops*",), zero=True),
-    Chart("Memory", ("*memory*",), zero=True),
+    Chart("Memory", ("*memory*",), "GiB of a device, at most so far", zero=True),
 )
 
 CHARTS: dict[str, tuple[Chart, ...]] = {

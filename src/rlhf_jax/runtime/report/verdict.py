@@ -115,10 +115,14 @@ def progress(run: RunRecord, open_stages: Sequence[str]) -> str:
         return ""
     parts = [f"{stage.name} is at step {stage.steps[-1]}"]
     for name in WATCHED.get(stage.name, ()):
-        values = stage.series(name)
-        if values:
-            first = f"{number(values[0])} → " if len(values) > 1 else ""
-            parts.append(f"{name} {first}{number(values[-1])}")
+        logged = zip(stage.steps, stage.values, strict=True)
+        found = [
+            (step, row[name]) for step, row in logged if math.isfinite(row.get(name, math.nan))
+        ]
+        if len(found) > 1:
+            parts.append(f"{name} {number(found[0][1])} → {number(found[-1][1])}")
+        elif found:
+            parts.append(f"{name} {number(found[0][1])} at step {found[0][0]}")
     return f"{', '.join(parts)}."
 
 

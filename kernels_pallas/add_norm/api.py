@@ -1,0 +1,63 @@
+"""The residual sum after a product, and the norm in front of the next."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas import dispatch
+from kernels_pallas.add_norm import pallas, reference
+
+IMPLEMENTATIONS = {
+    "pallas": dispatch.Implementation(pallas.add_norm, pallas.why_not),
+    "interpret": dispatch.Implementation(
+        functools.partial(pallas.add_norm, interpret=True), pallas.why_not_interpret
+    ),
+    "reference": dispatch.Implementation(reference.add_norm, dispatch.always),
+}
+GPU_ORDER = ("pallas", "reference")
+
+
+def add_norm(
+    x_MD: jax.Array,
+    parts_JMD: jax.Array,
+    bias_D: jax.Array | None,
+    scale_D: jax.Array,
+    shift_D: jax.Array | None,
+    *,
+    eps: float,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`total = x + sum of parts + bias` and its layer norm, or RMS norm where `shift_D` is None.
+
+    The norm is that of the float32 sum; both results are in x's dtype.
+
+    Args:
+      x_MD: the residual, one row a sequence.
+      parts_JMD: float32 parts of what is added, as `product_down` returns them.
+      bias_D: added too; None for none.
+      scale_D: factors of the norm.
+      shift_D: its bias.
+      eps: added to the variance.
+      implementation: "pallas" | "interpret" | "reference"; None takes the kernel on a GPU.
+
+    Returns:
+      (total_MD, norm_MD).
+
+    Raises:
+      ValueError: shapes or dtypes do not fit together.
+      dispatch.Unsupported: the named implementation cannot run, with its reason.
+    """
+    vectors = [v.shape for v in (bias_D, scale_D, shift_D) if v is not None]
+    D = x_MD.shape[-1:]
+    if x_MD.ndim != 2 or parts_JMD.shape[1:] != x_MD.shape or any(v != D for v in vectors):
+        raise ValueError(
+            f"add_norm: got x {x_MD.shape}, parts {parts_JMD.shape}, vectors {vectors}; "
+            "expected [M,D], [J,M,D], [D]"
+        )
+    if parts_JMD.dtype != jnp.float32:
+        raise ValueError(f"add_norm: parts are {parts_JMD.dtype}; cast to float32")
+    return dispatch.run(
+        "add_norm", IMPLEMENTATIONS, GPU_ORDER, implementation,
+        x_MD, parts_JMD, bias_D, scale_D, shift_D, eps=eps,
+    )  # fmt: skip

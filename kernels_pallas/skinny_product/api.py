@@ -1,0 +1,126 @@
+"""The two kinds of products in a decode step: few rows times a matrix that is read once."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas import dispatch
+from kernels_pallas.skinny_product import pallas, reference
+
+UP = {
+    "pallas": dispatch.Implementation(pallas.product_up, pallas.why_not_up),
+    "interpret": dispatch.Implementation(
+        functools.partial(pallas.product_up, interpret=True), pallas.why_not_interpret_up
+    ),
+    "reference": dispatch.Implementation(reference.product_up, dispatch.always),
+}
+DOWN = {
+    "pallas": dispatch.Implementation(pallas.product_down, pallas.why_not_down),
+    "interpret": dispatch.Implementation(
+        functools.partial(pallas.product_down, interpret=True), pallas.why_not_interpret_down
+    ),
+    "reference": dispatch.Implementation(reference.product_down, dispatch.always),
+}
+GPU_ORDER = ("pallas", "reference")
+ACTIVATIONS = (None, "relu")  # the backend has no erf
+
+
+def product_up(
+    x_MD: jax.Array,
+    w_FD: jax.Array,
+    bias_F: jax.Array | None = None,
+    gate_FD: jax.Array | None = None,
+    scale_F: jax.Array | None = None,
+    gate_scale_F: jax.Array | None = None,
+    *,
+    activation: str | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """`activation(x w^T + bias)`, or `silu(x gate^T) * (x w^T + bias)` where there is a gate.
+
+    A matrix of one byte a number (int8, float8_e4m3fn) is `scale_F[:, None]` times what it holds:
+    its numbers are whole in x's dtype, and the float32 sums are scaled.
+
+    Args:
+      x_MD: one row a sequence.
+      w_FD: the matrix, its output dimension first.
+      bias_F: added in front of the activation; None for none.
+      gate_FD: a second matrix; then `activation` is None.
+      scale_F: float32, of a matrix of one byte a number; None for others.
+      gate_scale_F: the gate's.
+      activation: None or "relu".
+      implementation: "pallas" | "interpret" | "reference"; None takes the kernel on a GPU.
+
+    Returns:
+      y_MF in x's dtype; sums and the activation are float32.
+
+    Raises:
+      ValueError: shapes or options do not fit together.
+      dispatch.Unsupported: the named implementation cannot run, with its reason.
+    """
+    shapes = [a.shape for a in (w_FD, gate_FD) if a is not None]
+    fits = x_MD.ndim == 2 and all(s == w_FD.shape and s[1:] == x_MD.shape[1:] for s in shapes)
+    if not fits or (bias_F is not None and bias_F.shape != w_FD.shape[:1]):
+        got = None if bias_F is None else bias_F.shape
+        raise ValueError(
+            f"product_up: got x {x_MD.shape}, matrices {shapes}, bias {got}; "
+            "expected [M,D], [F,D] each, [F]"
+        )
+    _check_scale("product_up", w_FD, scale_F)
+    if gate_FD is not None:
+        _check_scale("product_up", gate_FD, gate_scale_F)
+    if activation not in ACTIVATIONS or (gate_FD is not None and activation is not None):
+        raise ValueError(
+            f"product_up: activation={activation!r} with{'' if gate_FD is not None else 'out'} a "
+            f"gate; use one of {ACTIVATIONS}, and None with a gate"
+        )
+    return dispatch.run(
+        "product_up", UP, GPU_ORDER, implementation, x_MD, w_FD, bias_F, gate_FD, scale_F,
+        gate_scale_F, activation=activation,
+    )  # fmt: skip
+
+
+def product_down(
+    y_MF: jax.Array,
+    w_FD: jax.Array,
+    scale_F: jax.Array | None = None,
+    *,
+    implementation: str | None = None,
+) -> jax.Array:
+    """`y w` as float32 parts `[J, M, D]` whose sum over J it is.
+
+    A matrix of one byte a number (int8, float8_e4m3fn) is `scale_F[:, None]` times what it holds:
+    y is scaled, and rounded to its own dtype.
+
+    Args:
+      y_MF: one row a sequence.
+      w_FD: the matrix, its contracted dimension first.
+      scale_F: float32, of a matrix of one byte a number; None for others.
+      implementation: "pallas" | "interpret" | "reference"; None takes the kernel on a GPU.
+
+    Raises:
+      ValueError: shapes do not fit together.
+      dispatch.Unsupported: the named implementation cannot run, with its reason.
+    """
+    if y_MF.ndim != 2 or w_FD.ndim != 2 or y_MF.shape[1] != w_FD.shape[0]:
+        raise ValueError(
+            f"product_down: got y {y_MF.shape} and a matrix {w_FD.shape}; expected [M,F], [F,D]"
+        )
+    _check_scale("product_down", w_FD, scale_F)
+    return dispatch.run("product_down", DOWN, GPU_ORDER, implementation, y_MF, w_FD, scale_F)
+
+
+def _check_scale(op: str, w_FD: jax.Array, scale_F: jax.Array | None) -> None:
+    """ValueError where a matrix of one byte a number has no scale for its rows, or another one."""
+    narrow = w_FD.dtype.itemsize == 1
+    if narrow != (scale_F is not None):
+        raise ValueError(
+            f"{op}: a matrix of {w_FD.dtype} with{'' if scale_F is not None else 'out'} a scale; "
+            "give one with int8 and float8_e4m3fn, and none else"
+        )
+    if scale_F is not None and (scale_F.shape, scale_F.dtype) != (w_FD.shape[:1], jnp.float32):
+        raise ValueError(
+            f"{op}: the scale of {w_FD.shape} is {scale_F.dtype}{list(scale_F.shape)}; expected "
+            f"float32 [{w_FD.shape[0]}]"
+        )
