@@ -100,6 +100,7 @@ def test_the_order_is_drawn_from_seed_step_and_epoch() -> None:
         ({"batch_size": 8, "gradient_accumulation_steps": 3}, "=3 does not divide minibatch_size"),
         ({"ppo_epochs": 0}, "ppo_epochs must be at least 1, got 0"),
         ({"clip_range": -0.1}, "clip_range must be at least 0"),
+        ({"rollout_is_threshold": 0.5}, "use at least 1 .2 is usual., or 0"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:

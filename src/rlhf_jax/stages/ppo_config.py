@@ -152,6 +152,11 @@ class PPOConfig:
         check_at_least(self, 1, "rollout_slots")
         check_at_least(self, 0, "clip_range", "value_clip_range", "value_coef", "entropy_coef")
         check_at_least(self, 0, "ptx_coef", "reward_model_weight", "rollout_is_threshold")
+        if 0 < (self.rollout_is_threshold or 0) < 1:
+            raise ValueError(
+                f"rollout_is_threshold={self.rollout_is_threshold} would only scale the policy's "
+                "loss down: use at least 1 (2 is usual), or 0 for no weights"
+            )
         if self.offload_reward_model and not self.reward_model_weight:
             raise ValueError(
                 "offload_reward_model: with reward_model_weight=0 no reward model is loaded, leave "
