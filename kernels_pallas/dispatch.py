@@ -33,6 +33,21 @@ def always(*arrays: jax.Array, **options: Any) -> None:
     del arrays, options
 
 
+def kernel_table(
+    kernel: Callable[..., Any],
+    why_not: Callable[..., str | None],
+    why_not_interpret: Callable[..., str | None],
+    reference: Callable[..., Any],
+) -> dict[str, Implementation]:
+    """The implementations of an operation with one kernel, which takes `interpret`."""
+    interpreted = functools.partial(kernel, interpret=True)
+    return {
+        "pallas": Implementation(kernel, why_not),
+        "interpret": Implementation(interpreted, why_not_interpret),
+        "reference": Implementation(reference, always),
+    }
+
+
 def target_platform() -> str:
     """Platform being compiled for ("cpu", "gpu"): the mesh in context, else the default backend.
 

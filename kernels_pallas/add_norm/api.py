@@ -1,20 +1,17 @@
 """The residual sum after a product, and the norm in front of the next."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
 from kernels_pallas import dispatch
 from kernels_pallas.add_norm import pallas, reference
 
-IMPLEMENTATIONS = {
-    "pallas": dispatch.Implementation(pallas.add_norm, pallas.why_not),
-    "interpret": dispatch.Implementation(
-        functools.partial(pallas.add_norm, interpret=True), pallas.why_not_interpret
-    ),
-    "reference": dispatch.Implementation(reference.add_norm, dispatch.always),
-}
+IMPLEMENTATIONS = dispatch.kernel_table(
+    pallas.add_norm,
+    pallas.why_not,
+    pallas.why_not_interpret,
+    reference.add_norm,
+)
 GPU_ORDER = ("pallas", "reference")
 
 

@@ -1,7 +1,5 @@
 """Causal attention of a batch of rows to themselves, for training, scoring and prefill."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -10,11 +8,9 @@ from kernels_pallas.attention import cudnn, pallas, reference
 
 IMPLEMENTATIONS = {
     "cudnn": dispatch.Implementation(cudnn.attention, cudnn.why_not),
-    "pallas": dispatch.Implementation(pallas.attention, pallas.why_not),
-    "interpret": dispatch.Implementation(
-        functools.partial(pallas.attention, interpret=True), pallas.why_not_interpret
+    **dispatch.kernel_table(
+        pallas.attention, pallas.why_not, pallas.why_not_interpret, reference.attention
     ),
-    "reference": dispatch.Implementation(reference.attention, dispatch.always),
 }
 GPU_ORDER = ("cudnn", "pallas", "reference")
 

@@ -1,28 +1,23 @@
 """One decode step of attention: append the new key and value, attend over the cache."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
 from kernels_pallas import dispatch
 from kernels_pallas.decode_attention import pallas, reference
 
-IMPLEMENTATIONS = {
-    "pallas": dispatch.Implementation(pallas.decode_attention, pallas.why_not),
-    "interpret": dispatch.Implementation(
-        functools.partial(pallas.decode_attention, interpret=True), pallas.why_not_interpret
-    ),
-    "reference": dispatch.Implementation(reference.decode_attention, dispatch.always),
-}
-FUSED = {
-    "pallas": dispatch.Implementation(pallas.decode_attention_fused, pallas.why_not_fused),
-    "interpret": dispatch.Implementation(
-        functools.partial(pallas.decode_attention_fused, interpret=True),
-        pallas.why_not_interpret_fused,
-    ),
-    "reference": dispatch.Implementation(reference.decode_attention_fused, dispatch.always),
-}
+IMPLEMENTATIONS = dispatch.kernel_table(
+    pallas.decode_attention,
+    pallas.why_not,
+    pallas.why_not_interpret,
+    reference.decode_attention,
+)
+FUSED = dispatch.kernel_table(
+    pallas.decode_attention_fused,
+    pallas.why_not_fused,
+    pallas.why_not_interpret_fused,
+    reference.decode_attention_fused,
+)
 GPU_ORDER = ("pallas", "reference")
 
 

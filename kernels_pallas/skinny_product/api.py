@@ -1,27 +1,23 @@
 """The two kinds of products in a decode step: few rows times a matrix that is read once."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
 from kernels_pallas import dispatch
 from kernels_pallas.skinny_product import pallas, reference
 
-UP = {
-    "pallas": dispatch.Implementation(pallas.product_up, pallas.why_not_up),
-    "interpret": dispatch.Implementation(
-        functools.partial(pallas.product_up, interpret=True), pallas.why_not_interpret_up
-    ),
-    "reference": dispatch.Implementation(reference.product_up, dispatch.always),
-}
-DOWN = {
-    "pallas": dispatch.Implementation(pallas.product_down, pallas.why_not_down),
-    "interpret": dispatch.Implementation(
-        functools.partial(pallas.product_down, interpret=True), pallas.why_not_interpret_down
-    ),
-    "reference": dispatch.Implementation(reference.product_down, dispatch.always),
-}
+UP = dispatch.kernel_table(
+    pallas.product_up,
+    pallas.why_not_up,
+    pallas.why_not_interpret_up,
+    reference.product_up,
+)
+DOWN = dispatch.kernel_table(
+    pallas.product_down,
+    pallas.why_not_down,
+    pallas.why_not_interpret_down,
+    reference.product_down,
+)
 GPU_ORDER = ("pallas", "reference")
 ACTIVATIONS = (None, "relu")  # the backend has no erf
 

@@ -1,7 +1,5 @@
 """The likeliest kept token under given noise: top-k, top-p and min-p without a sort."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -9,13 +7,12 @@ from kernels_pallas import dispatch
 from kernels_pallas.truncated_sampling import pallas, reference
 from kernels_pallas.truncated_sampling.search import Rule
 
-IMPLEMENTATIONS = {
-    "pallas": dispatch.Implementation(pallas.truncated_sampling, pallas.why_not),
-    "interpret": dispatch.Implementation(
-        functools.partial(pallas.truncated_sampling, interpret=True), pallas.why_not_interpret
-    ),
-    "reference": dispatch.Implementation(reference.truncated_sampling, dispatch.always),
-}
+IMPLEMENTATIONS = dispatch.kernel_table(
+    pallas.truncated_sampling,
+    pallas.why_not,
+    pallas.why_not_interpret,
+    reference.truncated_sampling,
+)
 GPU_ORDER = ("pallas", "reference")
 
 

@@ -22,7 +22,7 @@ from rlhf_jax.objectives.adaptive import AdaptiveKL, Control, adapt_kl_coef, sca
 from rlhf_jax.objectives.experience import Experience, RewardSettings, build_experience
 from rlhf_jax.objectives.losses import policy_loss, prediction_mask, sft_loss, value_loss
 from rlhf_jax.objectives.masked import length_mask, masked_mean
-from rlhf_jax.objectives.rewards import standardize_scores
+from rlhf_jax.objectives.rewards import add_scores, standardize_scores
 from rlhf_jax.objectives.rollout_correction import compare_with_rollout
 
 
@@ -161,14 +161,11 @@ def score_rollout(
     values = take_window(
         row_scores(models.critic, tokens, critic), starts - 1, num_answer, critic.layout
     )
-    place = critic if reward is None else reward
-    scores = answer_scores(models.reward, tokens, starts, rollout, place, settings)
-    if extra_scores_B is not None:
-        scores = extra_scores_B if scores is None else scores + extra_scores_B
-    assert scores is not None, "neither a reward model nor scores from outside"
-    scaled_control, rewarded = scale_scores(
-        control, scores, prompts.valid_B, center=settings.center_scores
+    scores = add_scores(
+        answer_scores(models.reward, tokens, starts, rollout, reward or critic, settings),
+        extra_scores_B,
     )
+    scaled, rewarded = scale_scores(control, scores, prompts.valid_B, center=settings.center_scores)
     experience, metrics = build_experience(
         settings.reward,
         tokens_BT=tokens,
@@ -185,7 +182,7 @@ def score_rollout(
         entropies_BR=entropies,
         weights_BR=weights,
     )
-    control, adapted = steer(scaled_control, metrics["objective/kl"], prompts.valid_B, settings)
+    control, adapted = steer(scaled, metrics["objective/kl"], prompts.valid_B, settings)
     return experience, control, metrics | shift | adapted
 
 

@@ -90,20 +90,10 @@ def fold_step(key: jax.Array, state: TrainState) -> jax.Array:
 
 
 def train_step(
-    state: TrainState,
-    batch: Any,
-    frozen: Any = None,
-    key: jax.Array | None = None,
-    *,
-    loss_fn: LossFn,
-    weight_fn: WeightFn,
-    optimizer: AnyOptimizer,
-    num_parts: int,
+    state: TrainState, *args: Any, optimizer: AnyOptimizer, **kwargs: Any
 ) -> tuple[TrainState, Metrics]:
-    """Gradients and one optimizer step of one model; skipped where not finite."""
-    found = loss_gradients(
-        state, batch, frozen, key, loss_fn=loss_fn, weight_fn=weight_fn, num_parts=num_parts
-    )
+    """One optimizer step of one model on `loss_gradients`; skipped where not finite."""
+    found = loss_gradients(state, *args, **kwargs)
     return apply_gradients(state, found.grads, optimizer, found.finite), found.metrics
 
 

@@ -166,11 +166,7 @@ class Model:
         if not rows:
             return []
         length = self._prompt_length(rows, max_new_tokens, prompt_length)
-        asked = [
-            PromptRow(row, sample * MAX_PROMPTS + number, "")
-            for number, row in enumerate(rows)
-            for sample in range(num_samples)
-        ]
+        asked = samples_of(rows, num_samples)
         shares = generate_layout(self.config, self.mesh).batch_size_divisor
         size = batch_rows(len(asked), shares, batch_size)
         size = rows_that_fit(self._memory, Rows(size, length + max_new_tokens, max_new_tokens))
@@ -333,3 +329,12 @@ def check_counts(num_samples: int, batch_size: int) -> None:
             f"num_samples={num_samples} must be 1 to {MAX_SAMPLES} and batch_size={batch_size} "
             "at least 1"
         )
+
+
+def samples_of(rows: Sequence[np.ndarray], num_samples: int) -> list[PromptRow]:
+    """Each prompt `num_samples` times, side by side, every one with an id of its own."""
+    return [
+        PromptRow(row, sample * MAX_PROMPTS + number, "")
+        for number, row in enumerate(rows)
+        for sample in range(num_samples)
+    ]

@@ -109,24 +109,16 @@ def build_experience(
     coef = settings.kl_coef if kl_coef is None else kl_coef
     rewards_BR = token_rewards(
         scores_B if rewarded_scores_B is None else rewarded_scores_B,
-        logprobs_BR,
-        ref_logprobs_BR,
-        slots_BR,
-        response_lengths_B,
-        ended_B,
-        kl_coef=coef,
-        kl_kind=settings.kl_kind,
-        score_clip=settings.score_clip,
+        logprobs_BR, ref_logprobs_BR, slots_BR, response_lengths_B, ended_B,
+        kl_coef=coef, kl_kind=settings.kl_kind, score_clip=settings.score_clip,
         missing_eos_penalty=settings.missing_eos_penalty,
-    )
-    advantages_BR, returns_BR = gae(
-        rewards_BR, values_BR, slots_BR, gamma=settings.gamma, lam=settings.lam
-    )
+    )  # fmt: skip
     mask_BR = slots_BR
     if not settings.train_eos:
         mask_BR &= length_mask(response_lengths_B - ended_B.astype(jnp.int32), width)
-    if settings.whiten_advantages:
-        advantages_BR = masked_whiten(advantages_BR, mask_BR)
+    advantages_BR, returns_BR = estimate_advantages(
+        settings, rewards_BR, values_BR, slots_BR, mask_BR
+    )
     experience = Experience(
         tokens_BT=tokens_BT,
         prompt_lengths_B=prompt_lengths_B,
@@ -141,11 +133,34 @@ def build_experience(
         valid_B=valid_B,
         weights_BR=weights_BR,
     )
-    kl_BR = kl_estimate(logprobs_BR, ref_logprobs_BR, settings.kl_kind)
-    kl = mean_row_sum(kl_BR, slots_BR, valid_B)
-    metrics = {"objective/kl": kl, "objective/non_score_reward": -coef * kl}
+    metrics = kl_metrics(experience, slots_BR, coef, settings.kl_kind)
     metrics |= objective_metrics(experience, slots_BR, rewards_BR, entropies_BR)
     return experience, metrics | length_metrics(response_lengths_B, ended_B, valid_B, width)
+
+
+def estimate_advantages(
+    settings: RewardSettings,
+    rewards_BR: jax.Array,
+    values_BR: jax.Array,
+    slots_BR: jax.Array,
+    mask_BR: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Advantages, whitened over the mask where that is wanted, and returns."""
+    advantages_BR, returns_BR = gae(
+        rewards_BR, values_BR, slots_BR, gamma=settings.gamma, lam=settings.lam
+    )
+    if settings.whiten_advantages:
+        advantages_BR = masked_whiten(advantages_BR, mask_BR)
+    return advantages_BR, returns_BR
+
+
+def kl_metrics(
+    experience: Experience, slots_BR: jax.Array, coef: jax.Array | float, kind: KLKind
+) -> dict[str, jax.Array]:
+    """The divergence from the reference in nats an answer, and what it takes off the reward."""
+    kl_BR = kl_estimate(experience.logprobs_BR, experience.ref_logprobs_BR, kind)
+    kl = mean_row_sum(kl_BR, slots_BR, experience.valid_B)
+    return {"objective/kl": kl, "objective/non_score_reward": -coef * kl}
 
 
 def objective_metrics(

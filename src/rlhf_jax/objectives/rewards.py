@@ -61,3 +61,12 @@ def token_rewards(
     at_end_BR = last_mask(lengths_B, mask_BR.shape[1])
     rewards_BR = penalty_BR + jnp.where(at_end_BR, score_B[:, None], 0.0)
     return jnp.where(mask_BR.astype(bool), rewards_BR, 0.0)
+
+
+def add_scores(model_B: jax.Array | None, extra_B: jax.Array | None) -> jax.Array:
+    """Scores of the reward model and from outside, of which one may be missing."""
+    if model_B is None or extra_B is None:
+        found = model_B if extra_B is None else extra_B
+        assert found is not None, "neither a reward model nor scores from outside"
+        return found
+    return model_B + extra_B
