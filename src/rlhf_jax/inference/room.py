@@ -26,8 +26,9 @@ def free_bytes() -> int | None:
 
 
 def rows_that_fit(model: ModelMemory, asked: Rows) -> int:
-    """`asked.rows`, or half as many as often as it takes until keys and values fit beside what the
-    devices hold; a line in the log says so. All processes get the same number.
+    """`asked.rows`, or half as many (rounded up to a share for each device) as often as it takes
+    until keys and values fit beside what the devices hold; a line in the log says so. All processes
+    get the same number.
 
     Raises:
         ValueError: not even one row a share of the batch fits.
@@ -40,15 +41,16 @@ def rows_that_fit(model: ModelMemory, asked: Rows) -> int:
     def need(rows: int) -> float:
         return model.generating(Rows(rows, asked.length, asked.counted)) / GIB
 
-    rows = asked.rows
+    rows, shares = asked.rows, model.rollout.batch_size_divisor
     while need(rows) > room:
-        if rows % 2 or rows // 2 < model.rollout.batch_size_divisor:
+        fewer = -(-rows // (2 * shares)) * shares
+        if fewer == rows:
             raise ValueError(
                 f"answers of {asked.counted} tokens to prompts of {asked.length - asked.counted} "
                 f"need about {need(rows):.2f} GiB on each device for {rows} rows, {room:.2f} are "
                 "free: shorten them, use a larger mesh, or drop a model"
             )
-        rows //= 2
+        rows = fewer
     if rows < asked.rows:
         log.warning(
             "%d rows at once need about %.2f GiB on each device, %.2f are free: %d are answered at "
