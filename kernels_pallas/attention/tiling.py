@@ -1,11 +1,12 @@
 """How the attention kernels are cut into programs, and why.
 
-The blocks are derived, not timed: both operands of a product and its accumulators have to fit the
-registers and shared memory of a program, and a narrower block wastes fewer products above the
-diagonal and across the borders of packed rows.
+Blocks of heads up to 128 wide in bfloat16 were timed on an H200 (docs/log.md). The others are
+derived: both operands of a product and its accumulators have to fit the registers and shared memory
+of a program, and a narrower block wastes fewer products above the diagonal and across the borders
+of packed rows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -53,25 +54,24 @@ def lanes_of(head_size: int) -> int:
 
 
 def choose(length: int, head_size: int, dtype: DTypeLike) -> Tilings:
-    """The tilings for rows of `length` tokens.
-
-    A program keeps one tile (forward: queries; backward: queries, or keys with two gradients) and
-    its float32 sums in registers: 128 x 64 numbers on 4 warps fill half of them. Wider heads halve
-    the tile or take 8 warps; 4-byte numbers halve what is loaded at a time.
-    """
+    """The tilings for rows of `length` tokens. Four-byte numbers halve the tiles."""
     lanes, wide = lanes_of(head_size), jnp.dtype(dtype).itemsize > 2
-    if lanes <= 64:
-        forward, kept, moved, warps = 128, 64, 64, 4
-    elif lanes <= 128:
-        forward, kept, moved, warps = 128, 64, 32, 8
+    if lanes > 128:
+        tilings = Tiling(64, 32, 8), Tiling(32, 32, 4), Tiling(32, 32, 4)
+    elif wide:
+        warps = 8 if lanes > 64 else 4
+        tilings = Tiling(128, 64, warps), Tiling(64, 64, 4), Tiling(64, 64, 4)
     else:
-        forward, kept, moved, warps = 64, 32, 32, 8
-    if wide:
-        forward, kept, moved = forward // 2, max(SMALLEST_DOT, kept // 2), max(16, moved // 2)
+        queries = Tiling(128, 32, 8, 3) if lanes > 64 else Tiling(64, 64, 4)
+        tilings = Tiling(64, 64, 4, 3), queries, Tiling(32, 64, 4, 3)
     most = max(SMALLEST_DOT, next_power_of_2(length))
-    forward, kept, moved = min(forward, most), min(kept, most), min(moved, most)
-    return Tilings(
-        forward=Tiling(forward, moved, warps if lanes > 64 else 4),
-        queries=Tiling(kept, moved, 4),
-        keys=Tiling(moved, kept, 4),
-    )
+    return Tilings(*(_at_most(tiling, most, halved=wide) for tiling in tilings))
+
+
+def _at_most(tiling: Tiling, most: int, *, halved: bool) -> Tiling:
+    """The tiling with tiles no longer than a row."""
+
+    def size(wanted: int) -> int:
+        return min(most, max(SMALLEST_DOT, wanted // 2) if halved else wanted)
+
+    return replace(tiling, queries=size(tiling.queries), keys=size(tiling.keys))
