@@ -36,7 +36,8 @@ class AttentionCase:
 class DecodeCase:
     """One new token in each row against a cache of S positions; rows are at `positions`.
 
-    Empty `positions` stands for rows spread over the second half of the cache.
+    Empty `positions` stands for rows spread over the second half of the cache. With `rope` heads
+    are rotated first; `form` is the dtype of caches with one byte a number.
     """
 
     name: str
@@ -47,6 +48,8 @@ class DecodeCase:
     head_size: int
     window: int | None = None
     positions: tuple[int, ...] = ()
+    rope: bool = False
+    form: str | None = None
 
     def row_positions(self) -> tuple[int, ...]:
         """Position of each row's new token."""
@@ -152,6 +155,10 @@ DECODE_TESTS = (
     DecodeCase("window40_gqa4_k8", 2, 128, 4, 1, 8, window=40, positions=(120, 39)),
     DecodeCase("window1_k8", 2, 64, 2, 2, 8, window=1, positions=(32, 63)),
     DecodeCase("inactive_rows", 4, 40, 4, 2, 8, positions=(-1, 5, 40, 1000)),
+    DecodeCase("rope_mha_k8", 2, 40, 2, 2, 8, positions=(0, 33), rope=True),
+    DecodeCase("rope_gqa3_k80", 2, 45, 6, 2, 80, positions=(44, -1), rope=True),
+    DecodeCase("rope_window20_gqa4_k96", 2, 70, 4, 1, 96, 20, positions=(69, 1), rope=True),
+    DecodeCase("rope_gqa2_k256", 2, 40, 2, 1, 256, positions=(39, 17), rope=True),
 )
 
 TOKEN_LOGPROB_TESTS = (
@@ -205,11 +212,15 @@ DECODE_BENCHMARKS = (
     DecodeCase("opt-1.3b_B256_S512", 256, 512, 32, 32, 64),
     DecodeCase("opt-2.7b_B64_S512", 64, 512, 32, 32, 80),
     DecodeCase("opt-6.7b_B64_S512", 64, 512, 32, 32, 128),
-    DecodeCase("qwen-2-heads-per-group_B64_S512", 64, 512, 16, 8, 128),
-    DecodeCase("llama-3-8b_B8_S1024", 8, 1024, 32, 8, 128),
-    DecodeCase("llama-3-8b_B64_S1024", 64, 1024, 32, 8, 128),
-    DecodeCase("llama-3-70b_tp8_B64_S1024", 64, 1024, 8, 1, 128),
-    DecodeCase("mistral_window_B64_S2048", 64, 2048, 32, 8, 128, window=512),
+    DecodeCase("opt-6.7b_B64_S512_int8", 64, 512, 32, 32, 128, form="int8"),
+    DecodeCase("opt-6.7b_B64_S512_fp8", 64, 512, 32, 32, 128, form="float8_e4m3fn"),
+    DecodeCase("qwen-2-heads-per-group_B64_S512", 64, 512, 16, 8, 128, rope=True),
+    DecodeCase("smollm2-135m_B256_S512", 256, 512, 9, 3, 64, rope=True),
+    DecodeCase("llama-3-8b_B8_S1024", 8, 1024, 32, 8, 128, rope=True),
+    DecodeCase("llama-3-8b_B64_S1024", 64, 1024, 32, 8, 128, rope=True),
+    DecodeCase("llama-3-8b_B64_S1024_int8", 64, 1024, 32, 8, 128, rope=True, form="int8"),
+    DecodeCase("llama-3-70b_tp8_B64_S1024", 64, 1024, 8, 1, 128, rope=True),
+    DecodeCase("mistral_window_B64_S2048", 64, 2048, 32, 8, 128, window=512, rope=True),
 )
 
 TOKEN_LOGPROB_BENCHMARKS = (
@@ -244,4 +255,6 @@ SAMPLING_BENCHMARKS = (
     SamplingCase("B64_min_p0.05_V50304", 64, 50304, min_p=0.05),
     SamplingCase("B256_k50_p0.9_V50304", 256, 50304, top_k=50, top_p=0.9),
     SamplingCase("B64_k50_p0.9_V128256", 64, 128256, top_k=50, top_p=0.9),
+    SamplingCase("B64_k10000_p0.9_V50304", 64, 50304, top_k=10000, top_p=0.9),
+    SamplingCase("B64_k50_p0.9_min_p0.05_V50304", 64, 50304, top_k=50, top_p=0.9, min_p=0.05),
 )

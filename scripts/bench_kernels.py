@@ -16,9 +16,7 @@ it: its plain form is what XLA makes of the same functions.
 import argparse
 import functools
 import itertools
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -30,70 +28,12 @@ from kernels_pallas.add_norm.api import add_norm
 from kernels_pallas.attention.api import attention
 from kernels_pallas.decode_attention import pallas, tiling
 from kernels_pallas.decode_attention.api import decode_attention
+from kernels_pallas.decode_attention.narrow import narrowed
 from kernels_pallas.skinny_product.api import product_down, product_up
 from kernels_pallas.token_logprob.api import token_logprob
+from scripts.kernel_rows import HEADER, LARGEST_ERROR, Row, difference, normal, seconds
 
-# Measured ceilings (bytes/s, FLOP/s) by device kind; other devices get no share.
-CEILINGS = {"NVIDIA H200": (4.3e12, 790e12)}
 CACHES_BYTES = 2**28  # several times the card's cache
-LARGEST_ERROR = {"bfloat16": 2e-2, "float32": 2e-3}  # fp32 products may run in TF32
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table."""
-
-    name: str
-    seconds: float
-    work: float
-    unit: str
-    plain_seconds: float | None
-    error: float
-
-    def text(self) -> str:
-        """The line, aligned with HEADER."""
-        memory, compute = CEILINGS.get(jax.devices()[0].device_kind, (None, None))
-        ceiling = memory if self.unit == "TB/s" else compute
-        rate = self.work / self.seconds
-        share = f"{rate / ceiling:6.2f}" if ceiling else "     -"
-        plain = "       -" if self.plain_seconds is None else f"{self.plain_seconds * 1e3:8.3f}"
-        return (
-            f"{self.name:62s} {self.seconds * 1e3:8.3f} {rate / 1e12:8.3f} {self.unit:8s} {share} "
-            f"{plain} {self.error:9.1e}"
-        )
-
-
-HEADER = (
-    f"{'case':62s} {'ms':>8s} {'rate':>8s} {'unit':8s} {'share':>6s} {'plain ms':>8s} {'error':>9s}"
-)
-
-
-def seconds(run: Callable[[], Any], repeats: int, calls: int) -> float:
-    """Best time of one call of `calls` started back to back, after one call to compile."""
-    jax.block_until_ready(run())
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready([run() for _ in range(calls)][-1])
-        best = min(best, (time.perf_counter() - start) / calls)
-    return best
-
-
-def difference(got: Any, want: Any, dtype: Any, name: str) -> float:
-    """Largest difference over all arrays, relative to each array's largest entry."""
-    worst = 0.0
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-        worst = max(worst, float(jnp.max(jnp.abs(a - b)) / jnp.maximum(jnp.max(jnp.abs(b)), 1e-6)))
-    allowed = LARGEST_ERROR[jnp.dtype(dtype).name]
-    if not worst <= allowed:
-        raise SystemExit(f"{name}: differs from the plain form by {worst:.1e}, allowed {allowed}")
-    return worst
-
-
-def normal(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Standard normal numbers on the device."""
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
 
 
 def attention_rows(case: cases.AttentionCase, args: argparse.Namespace) -> Iterator[Row]:
@@ -170,21 +110,26 @@ class DecodeBench:
         self.case, self.args = case, args
         B, S, H, G, K = case.batch, case.cached, case.query_heads, case.kv_heads, case.head_size
         self.positions_B = jnp.asarray(case.row_positions(), jnp.int32)
-        self.q, self.k, self.v = (normal(i, (B, n, K), args.dtype) for i, n in enumerate((H, G, G)))
-        size = 2 * B * G * S * K * jnp.dtype(args.dtype).itemsize
+        self.qkv = normal(0, (B, G, H // G + 2, K), args.dtype)
+        self.turn = [normal(i, (B, K), jnp.float32) if case.rope else None for i in (1, 2)]
+        per_head = K + 4 if case.form else K * jnp.dtype(args.dtype).itemsize
+        size = 2 * B * G * S * per_head
         self.num_caches = 1 if args.tiny else min(32, max(2, -(-CACHES_BYTES // size)))
         read = [max(0, p + 1) if p < S else 0 for p in case.row_positions()]
         read = [n if case.window is None else min(n, case.window) for n in read]
-        self.bytes_read = 2.0 * sum(read) * G * K * jnp.dtype(args.dtype).itemsize
+        self.bytes_read = 2.0 * sum(read) * G * per_head
 
-    def caches(self, number: int) -> list[tuple[jax.Array, jax.Array]]:
-        """`number` pairs of caches filled with normal numbers."""
+    def caches(self, number: int) -> list[tuple[jax.Array, ...]]:
+        """`number` times keys and values, and the scales of both where they have some."""
         case = self.case
         shape = (case.batch, case.kv_heads, case.cached, case.head_size)
-        return [
-            (normal(5 + 2 * i, shape, self.args.dtype), normal(6 + 2 * i, shape, self.args.dtype))
-            for i in range(number)
-        ]
+
+        def one(seed: int) -> tuple[jax.Array, ...]:
+            wide = normal(seed, shape, self.args.dtype)
+            return (wide,) if case.form is None else narrowed(wide, case.form)
+
+        pairs = [zip(one(5 + 2 * n), one(6 + 2 * n), strict=True) for n in range(number)]
+        return [tuple(array for both in pair for array in both) for pair in pairs]
 
     def step(self, **plan: Any) -> Callable[..., Any]:
         """The api with `implementation=`, or the kernel with `tiling=`."""
@@ -193,39 +138,51 @@ class DecodeBench:
             function = functools.partial(pallas.decode_attention, interpret=interpret, **plan)
         else:
             function = functools.partial(decode_attention, **plan)
-        return functools.partial(function, window=self.case.window)
+
+        def step(qkv: jax.Array, caches: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            scales = caches[2:] or (None, None)
+            return function(
+                qkv, self.positions_B, *caches[:2], *scales, *self.turn, window=self.case.window
+            )
+
+        return step
 
     def error(self, name: str, **plan: Any) -> float:
-        """Output and both caches against the plain form."""
-        (k_cache, v_cache), inputs = self.caches(1)[0], (self.q, self.k, self.v, self.positions_B)
-        got = jax.jit(self.step(**plan))(*inputs, k_cache, v_cache)
-        want = jax.jit(self.step(implementation="reference"))(*inputs, k_cache, v_cache)
+        """Output and caches against the plain form; of one byte a number, where rounding may
+        differ by a step, the output.
+        """
+        inputs = self.qkv, self.caches(1)[0]
+        got = jax.jit(self.step(**plan))(*inputs)
+        want = jax.jit(self.step(implementation="reference"))(*inputs)
         active = (self.positions_B >= 0) & (self.positions_B < self.case.cached)
         got, want = ((jnp.where(active[:, None, None], o, 0), *c) for o, *c in (got, want))
+        if self.case.form:
+            got, want = got[0], want[0]
         return difference(got, want, self.args.dtype, name)
 
     def seconds(self, **plan: Any) -> float:
         """Seconds of one step, inside a loop over donated caches as generation runs it."""
         step, rounds = self.step(**plan), self.args.rounds
 
-        def loop(q, k, v, positions_B, caches):
+        def loop(qkv, caches):
             def one_round(_, carry):
-                q, caches = carry
+                qkv, caches = carry
                 new = []
-                for k_cache, v_cache in caches:
-                    out, k_cache, v_cache = step(q, k, v, positions_B, k_cache, v_cache)
-                    new.append((k_cache, v_cache))
-                    q = q + out * 0.01  # each step waits for the one before
-                return q, new
+                for cache in caches:
+                    out, *cache = step(qkv, cache)
+                    new.append(tuple(cache))
+                    # Each step waits for the one before.
+                    qkv = qkv + out.reshape(*qkv.shape[:2], -1, qkv.shape[3])[:, :, :1] * 0.01
+                return qkv, new
 
-            return lax.fori_loop(0, rounds, one_round, (q, caches))
+            return lax.fori_loop(0, rounds, one_round, (qkv, caches))
 
-        run = jax.jit(loop, donate_argnums=(4,))
+        run = jax.jit(loop, donate_argnums=(1,))
         caches = self.caches(self.num_caches)
 
         def once() -> jax.Array:
             nonlocal caches
-            out, caches = run(self.q, self.k, self.v, self.positions_B, caches)
+            out, caches = run(self.qkv, caches)
             return out
 
         return seconds(once, self.args.repeats, 1) / (rounds * self.num_caches)

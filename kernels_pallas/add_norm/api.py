@@ -31,7 +31,7 @@ def add_norm(
 
     Args:
       x_MD: the residual, one row a sequence.
-      parts_JMD: float32 parts of what is added, as `product_down` returns them.
+      parts_JMD: parts of what is added, as `product_down` returns them; float32 or x's dtype.
       bias_D: added too; None for none.
       scale_D: factors of the norm.
       shift_D: its bias.
@@ -52,8 +52,10 @@ def add_norm(
             f"add_norm: got x {x_MD.shape}, parts {parts_JMD.shape}, vectors {vectors}; "
             "expected [M,D], [J,M,D], [D]"
         )
-    if parts_JMD.dtype != jnp.float32:
-        raise ValueError(f"add_norm: parts are {parts_JMD.dtype}; cast to float32")
+    if parts_JMD.dtype not in (jnp.float32, x_MD.dtype):
+        raise ValueError(
+            f"add_norm: parts are {parts_JMD.dtype}; use float32 or the rows' {x_MD.dtype}"
+        )
     return dispatch.run(
         "add_norm", IMPLEMENTATIONS, GPU_ORDER, implementation,
         x_MD, parts_JMD, bias_D, scale_D, shift_D, eps=eps,

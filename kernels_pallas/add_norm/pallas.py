@@ -78,7 +78,7 @@ def _kernel(x_ref, parts_ref, *refs, D: int, names: tuple[str, ...], eps: float)
         for name, ref in zip(names, vector_refs, strict=True)
     }
     for j in range(parts_ref.shape[0]):
-        total = total + load(parts_ref.at[jnp.int32(j), :], ok)
+        total = total + load(parts_ref.at[jnp.int32(j), :], ok).astype(jnp.float32)
     if "bias" in vectors:
         total = total + vectors["bias"]
     plt.store(total_ref, total.astype(total_ref.dtype), mask=ok)

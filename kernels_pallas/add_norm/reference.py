@@ -15,7 +15,7 @@ def add_norm(
     eps: float,
 ) -> tuple[jax.Array, jax.Array]:
     """See api.add_norm."""
-    total_MD = x_MD.astype(jnp.float32) + parts_JMD.sum(0)
+    total_MD = x_MD.astype(jnp.float32) + parts_JMD.astype(jnp.float32).sum(0)
     if bias_D is not None:
         total_MD = total_MD + bias_D.astype(jnp.float32)
     centered_MD = total_MD

@@ -5,6 +5,7 @@ M is query heads per key/value head; the group's key and value tiles are [block,
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, override
 
 import jax
@@ -14,6 +15,29 @@ from jax.experimental.pallas import triton as plt
 from kernels_pallas.triton import load
 
 MASKED = -1e30
+
+
+class Turn:
+    """The rotation of one row's heads: lane i with lane (i + K/2) mod K."""
+
+    def __init__(self, refs: Sequence[Any], K: int, lanes: int) -> None:
+        lane = jnp.arange(lanes)
+        self.partner = jnp.where(lane < K // 2, lane + K // 2, lane - K // 2)
+        self.cos, self.sin = (load(ref, None if lanes == K else lane < K) for ref in refs)
+
+
+def turned(
+    x: jax.Array, ref: Any, head: tuple[Any, ...], ok: jax.Array | None, turn: Turn | None
+) -> jax.Array:
+    """`x`, which is what `ref[*head, :]` holds, rotated in float32 where there is a turn."""
+    if turn is None:
+        return x
+    partner, cos, sin = (
+        jnp.broadcast_to(part, x.shape) for part in (turn.partner, turn.cos, turn.sin)
+    )
+    other = load(ref.at[(*head, partner)], ok).astype(jnp.float32)
+    return (x.astype(jnp.float32) * cos + other * sin).astype(x.dtype)
+
 
 type HeadState = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -51,13 +75,14 @@ class Heads(ABC):
 class VectorHeads(Heads):
     """One head after another on the vector units: best for few heads, where memory is the limit."""
 
-    def __init__(self, q_ref: Any, M: int, K: int) -> None:
+    def __init__(self, q_ref: Any, M: int, K: int, turn: Turn | None) -> None:
         self.lanes = q_ref.shape[-1]
         self.lane_ok = None if self.lanes == K else jnp.arange(self.lanes) < K
-        self.queries = [
-            load(q_ref.at[jnp.int32(m), :], self.lane_ok).astype(jnp.float32) * K**-0.5
-            for m in range(M)
-        ]
+        self.queries = []
+        for m in range(M):
+            q = load(q_ref.at[jnp.int32(m), :], self.lane_ok)
+            q = turned(q, q_ref, (jnp.int32(m),), self.lane_ok, turn)
+            self.queries.append(q.astype(jnp.float32) * K**-0.5)
 
     @override
     def empty(self) -> tuple[HeadState, ...]:
@@ -114,11 +139,12 @@ class VectorHeads(Heads):
 class DotHeads(Heads):
     """All heads of the group at once on the tensor cores; rows beyond M are padding."""
 
-    def __init__(self, q_ref: Any, M: int, K: int) -> None:
+    def __init__(self, q_ref: Any, M: int, K: int, turn: Turn | None) -> None:
         rows, lanes = q_ref.shape
         self.row_ok = jnp.arange(rows) < M
         self.ok = self.row_ok[:, None] & (jnp.arange(lanes) < K)[None, :]
-        self.q = load(q_ref, self.ok)
+        row = jnp.broadcast_to(jnp.arange(rows)[:, None], q_ref.shape)
+        self.q = turned(load(q_ref, self.ok), q_ref, (row,), self.ok, turn)
         self.scale = K**-0.5
 
     @override
@@ -170,9 +196,9 @@ class DotHeads(Heads):
             plt.store(ref, log_sum, mask=self.row_ok)
 
 
-def make_heads(q_ref: Any, M: int, K: int, *, use_dot: bool) -> Heads:
+def make_heads(q_ref: Any, M: int, K: int, turn: Turn | None, *, use_dot: bool) -> Heads:
     """The group's heads, with its queries loaded."""
-    return DotHeads(q_ref, M, K) if use_dot else VectorHeads(q_ref, M, K)
+    return (DotHeads if use_dot else VectorHeads)(q_ref, M, K, turn)
 
 
 def _finish(out, top, total, divisor):

@@ -10,31 +10,40 @@ MASKED = -1e30
 
 
 def decode_attention(
-    q_BHK: jax.Array,
-    k_BGK: jax.Array,
-    v_BGK: jax.Array,
+    qkv_BGEK: jax.Array,
     positions_B: jax.Array,
     k_cache_BGSK: jax.Array,
     v_cache_BGSK: jax.Array,
-    *scales_BGS: jax.Array,
+    k_scale_BGS: jax.Array | None,
+    v_scale_BGS: jax.Array | None,
+    cos_BK: jax.Array | None,
+    sin_BK: jax.Array | None,
+    *,
     window: int | None,
 ) -> tuple[jax.Array, ...]:
     """See api.decode_attention. Reads the whole cache whatever the positions are."""
-    if scales_BGS:
-        caches = [
-            _append_narrow(cache, scale, new, positions_B)
-            for cache, scale, new in zip(
-                (k_cache_BGSK, v_cache_BGSK), scales_BGS, (k_BGK, v_BGK), strict=True
-            )
-        ]
-        k_wide, v_wide = (widened(*cache) for cache in caches)
+    B, _, _, K = qkv_BGEK.shape
+    q_BGMK, k_BGK, v_BGK = qkv_BGEK[:, :, :-2], qkv_BGEK[:, :, -2], qkv_BGEK[:, :, -1]
+    if cos_BK is not None and sin_BK is not None:
+        q_BGMK = _turn(q_BGMK, cos_BK[:, None, None], sin_BK[:, None, None])
+        k_BGK = _turn(k_BGK, cos_BK[:, None], sin_BK[:, None])
+    q_BHK = q_BGMK.reshape(B, -1, K)
+    if k_scale_BGS is not None and v_scale_BGS is not None:
+        k_cache_BGSK, k_scale_BGS = _append_narrow(k_cache_BGSK, k_scale_BGS, k_BGK, positions_B)
+        v_cache_BGSK, v_scale_BGS = _append_narrow(v_cache_BGSK, v_scale_BGS, v_BGK, positions_B)
+        k_wide, v_wide = widened(k_cache_BGSK, k_scale_BGS), widened(v_cache_BGSK, v_scale_BGS)
         out = _attend(q_BHK, positions_B, k_wide, v_wide, window)
-        (k_cache_BGSK, k_scale_BGS), (v_cache_BGSK, v_scale_BGS) = caches
         return out, k_cache_BGSK, v_cache_BGSK, k_scale_BGS, v_scale_BGS
     k_cache_BGSK = _append(k_cache_BGSK, k_BGK, positions_B)
     v_cache_BGSK = _append(v_cache_BGSK, v_BGK, positions_B)
     out = _attend(q_BHK, positions_B, k_cache_BGSK, v_cache_BGSK, window)
     return out, k_cache_BGSK, v_cache_BGSK
+
+
+def _turn(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Heads rotated in float32; the sines have their signs."""
+    wide, half = x.astype(jnp.float32), x.shape[-1] // 2
+    return (wide * cos + jnp.roll(wide, half, axis=-1) * sin).astype(x.dtype)
 
 
 def _attend(
@@ -61,23 +70,6 @@ def _attend(
     v_BGSK = jnp.where(visible_BS[:, None, :, None], v_cache_BGSK, 0)
     out_BGMK = jnp.einsum("BGMS,BGSK->BGMK", probs_BGMS, v_BGSK.astype(jnp.float32))
     return out_BGMK.reshape(B, H, K).astype(q_BHK.dtype)
-
-
-def decode_attention_fused(
-    qkv_BGEK: jax.Array,
-    positions_B: jax.Array,
-    k_cache_BGSK: jax.Array,
-    v_cache_BGSK: jax.Array,
-    *scales_BGS: jax.Array,
-    window: int | None,
-) -> tuple[jax.Array, ...]:
-    """See api.decode_attention_fused."""
-    B, _, _, K = qkv_BGEK.shape
-    q_BGMK, k_BGK, v_BGK = qkv_BGEK[:, :, :-2], qkv_BGEK[:, :, -2], qkv_BGEK[:, :, -1]
-    return decode_attention(
-        q_BGMK.reshape(B, -1, K), k_BGK, v_BGK, positions_B, k_cache_BGSK, v_cache_BGSK,
-        *scales_BGS, window=window,
-    )  # fmt: skip
 
 
 def _append_narrow(

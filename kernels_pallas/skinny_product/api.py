@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas import dispatch
-from kernels_pallas.skinny_product import pallas, reference
+from kernels_pallas.skinny_product import pallas, reference, xla
+from kernels_pallas.skinny_product.tiling import most_rows
 
 UP = dispatch.kernel_table(
     pallas.product_up,
@@ -17,7 +18,7 @@ DOWN = dispatch.kernel_table(
     pallas.why_not_down,
     pallas.why_not_interpret_down,
     reference.product_down,
-)
+) | {"xla": dispatch.Implementation(xla.product_down, dispatch.always)}
 GPU_ORDER = ("pallas", "reference")
 ACTIVATIONS = (None, "relu")  # the backend has no erf
 
@@ -46,10 +47,11 @@ def product_up(
       scale_F: float32, of a matrix of one byte a number; None for others.
       gate_scale_F: the gate's.
       activation: None or "relu".
-      implementation: "pallas" | "interpret" | "reference"; None takes the kernel on a GPU.
+      implementation: "pallas" | "interpret" | "reference"; None takes the kernel on a GPU, and
+        XLA's product of more rows than it is for (`tiling.most_rows`).
 
     Returns:
-      y_MF in x's dtype; sums and the activation are float32.
+      y_MF in x's dtype; sums are float32.
 
     Raises:
       ValueError: shapes or options do not fit together.
@@ -72,8 +74,8 @@ def product_up(
             f"gate; use one of {ACTIVATIONS}, and None with a gate"
         )
     return dispatch.run(
-        "product_up", UP, GPU_ORDER, implementation, x_MD, w_FD, bias_F, gate_FD, scale_F,
-        gate_scale_F, activation=activation,
+        "product_up", UP, GPU_ORDER if _few(x_MD, w_FD) else ("reference",), implementation,
+        x_MD, w_FD, bias_F, gate_FD, scale_F, gate_scale_F, activation=activation,
     )  # fmt: skip
 
 
@@ -93,7 +95,7 @@ def product_down(
       y_MF: one row a sequence.
       w_FD: the matrix, its contracted dimension first.
       scale_F: float32, of a matrix of one byte a number; None for others.
-      implementation: "pallas" | "interpret" | "reference"; None takes the kernel on a GPU.
+      implementation: "pallas" | "interpret" | "xla" | "reference"; None as of `product_up`.
 
     Raises:
       ValueError: shapes do not fit together.
@@ -104,7 +106,13 @@ def product_down(
             f"product_down: got y {y_MF.shape} and a matrix {w_FD.shape}; expected [M,F], [F,D]"
         )
     _check_scale("product_down", w_FD, scale_F)
-    return dispatch.run("product_down", DOWN, GPU_ORDER, implementation, y_MF, w_FD, scale_F)
+    order = GPU_ORDER if _few(y_MF, w_FD) else ("xla", "reference")
+    return dispatch.run("product_down", DOWN, order, implementation, y_MF, w_FD, scale_F)
+
+
+def _few(rows: jax.Array, matrix: jax.Array) -> bool:
+    """Whether the kernels are for so many rows."""
+    return len(rows) <= most_rows(matrix.dtype.itemsize)
 
 
 def _check_scale(op: str, w_FD: jax.Array, scale_F: jax.Array | None) -> None:

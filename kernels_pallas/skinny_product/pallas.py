@@ -83,7 +83,7 @@ def product_up(
     M, (F, D) = len(x_MD), w_FD.shape
     plan = tiling or tilings.choose_up(M, F, D, w_FD.dtype.itemsize)
     assert plan is not None
-    rows = tilings.padded_rows(M)
+    rows = plan.rows_of(M)
     weights = [w_FD] if gate_FD is None else [w_FD, gate_FD]
     vectors = [v for v in (scale_F, gate_scale_F, bias_F) if v is not None]
     # Blocks of rows come first: programs that read the same tile run side by side.
@@ -120,13 +120,17 @@ def _up_kernel(
         part = pl.ds(i * plan.block, plan.block)
         weights = [plt.load(ref.at[:, part], eviction_policy="evict_first") for ref in weight_refs]
         x = load(x_ref.at[:, part], _rows_ok(here, M, rows, plan.block))
-        return tuple(
-            total + plt.dot(x, w.astype(x.dtype), trans_b=True)
-            for total, w in zip(sums, weights, strict=True)
+        products = (
+            plt.dot(w, x, trans_b=True) if plan.matrix_first else plt.dot(x, w, trans_b=True)
+            for w in (w.astype(x.dtype) for w in weights)
         )
+        return tuple(total + product for total, product in zip(sums, products, strict=True))
 
-    empty = tuple(jnp.zeros((rows, plan.tile), jnp.float32) for _ in weight_refs)
+    shape = (plan.tile, rows) if plan.matrix_first else (rows, plan.tile)
+    empty = tuple(jnp.zeros(shape, jnp.float32) for _ in weight_refs)
     sums = lax.fori_loop(0, D // plan.block, step, empty)
+    if plan.matrix_first:
+        sums = [total.T for total in sums]
     if scale_refs:
         sums = [s * ref[...][None, :] for s, ref in zip(sums, scale_refs, strict=True)]
     y, *gate = sums
@@ -157,7 +161,7 @@ def product_down(
     M, (F, D) = len(y_MF), w_FD.shape
     plan = tiling or tilings.choose_down(M, F, D, w_FD.dtype.itemsize)
     assert plan is not None
-    rows, J = tilings.padded_rows(M), plan.num_splits
+    rows, J = plan.rows_of(M), plan.num_splits
     scales = [] if scale_F is None else [scale_F]
     return pl.pallas_call(
         functools.partial(_down_kernel, M=M, plan=plan),

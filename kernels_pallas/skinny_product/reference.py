@@ -14,21 +14,25 @@ def product_up(
     *,
     activation: str | None,
 ) -> jax.Array:
-    """See api.product_up."""
+    """See api.product_up. Bias and ReLU are in x's dtype: so XLA puts them into the product."""
     y_MF = _scaled_product(x_MD, w_FD, scale_F)
     if bias_F is not None:
-        y_MF = y_MF + bias_F.astype(jnp.float32)
+        y_MF = y_MF + bias_F.astype(y_MF.dtype)
     if gate_FD is not None:
-        y_MF = jax.nn.silu(_scaled_product(x_MD, gate_FD, gate_scale_F)) * y_MF
+        gate_MF = _scaled_product(x_MD, gate_FD, gate_scale_F)
+        y_MF = (jax.nn.silu(gate_MF.astype(jnp.float32)) * y_MF).astype(x_MD.dtype)
     elif activation == "relu":
         y_MF = jax.nn.relu(y_MF)
-    return y_MF.astype(x_MD.dtype)
+    return y_MF
 
 
 def _scaled_product(x_MD: jax.Array, w_FD: jax.Array, scale_F: jax.Array | None) -> jax.Array:
+    """In x's dtype; of float32 sums."""
+    if scale_F is None:
+        return jnp.einsum("MD,FD->MF", x_MD, w_FD)
     w_FD = w_FD.astype(x_MD.dtype)
     y_MF = jnp.einsum("MD,FD->MF", x_MD, w_FD, preferred_element_type=jnp.float32)
-    return y_MF if scale_F is None else y_MF * scale_F[None, :]
+    return (y_MF * scale_F[None, :]).astype(x_MD.dtype)
 
 
 def product_down(y_MF: jax.Array, w_FD: jax.Array, scale_F: jax.Array | None) -> jax.Array:

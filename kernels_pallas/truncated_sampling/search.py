@@ -13,6 +13,7 @@ Written for scalars and for arrays `[B]`: the kernel has a row in each program, 
 rows in one loop.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from jax import lax
 
 GUESS, TEST, BOUND = 0, 1, 2  # what a pivot is: a first guess, the candidate's logit, a bisection's
 HIGHEST = 0x7F800000  # ordered(inf)
+WIDTH = 40.0  # logits this far below the largest have no mass: e^-40 is 4e-18
 
 
 @dataclass(frozen=True)
@@ -50,21 +52,24 @@ class Rule:
 
 class Pass(NamedTuple):
     """What a pass over a row finds: tokens with a logit above the pivot and from the pivot on, the
-    sum of their probabilities, and the largest logit + noise above the pivot that min-p keeps.
+    sum of their probabilities, the probability of the pivot's own logit, and the largest
+    logit + noise above the pivot that min-p keeps.
     """
 
     num_above: jax.Array
     mass_above: jax.Array
     num_from: jax.Array
     mass_from: jax.Array
+    weight: jax.Array
     token: jax.Array
     logit: jax.Array
 
 
 class State(NamedTuple):
     """A row's search. `low` and `high` (`ordered` logits) have the k-th largest logit between them:
-    above `low` and not above `high`. `num_low` tokens are above `low` (-1: no pass was there yet),
-    `num_high` are not below `high`. `most` and `least` are bounds of the mass of the top k.
+    above `low`, as far as it has mass, and not above `high`. `num_low` tokens are above `low` (-1:
+    no pass was there yet), `num_high` are not below `high`. `most` and `least` are bounds of the
+    mass of the top k.
     """
 
     token: jax.Array
@@ -75,6 +80,7 @@ class State(NamedTuple):
     before: jax.Array
     next_token: jax.Array
     next_logit: jax.Array
+    hint: jax.Array
     low: jax.Array
     high: jax.Array
     num_low: jax.Array
@@ -83,16 +89,29 @@ class State(NamedTuple):
     least: jax.Array
 
 
+def floor_of(largest: jax.Array, rule: Rule) -> jax.Array:
+    """The smallest logit that min-p keeps, -inf for any."""
+    if rule.min_p > 0:
+        return largest + math.log(rule.min_p)
+    return jnp.full_like(largest, -jnp.inf)
+
+
 def begin(
-    token: jax.Array, logit: jax.Array, guess: jax.Array, rule: Rule, floor: jax.Array
+    token: jax.Array,
+    logit: jax.Array,
+    guess: jax.Array,
+    largest: jax.Array,
+    rule: Rule,
+    floor: jax.Array,
 ) -> State:
-    """`token` has the largest logit + noise of all. `guess` is a logit that is probably not kept
-    (where `rule.bounds`: that `top_k` are above), -inf for none; `floor` is the smallest logit that
-    min-p keeps.
+    """`token` has the largest logit + noise of all, or a `logit` of -inf if that is not known.
+    `guess` is a logit that is probably not kept, just below those of the top k; -inf for none.
+    `largest` is the row's largest logit, `floor` the smallest that min-p keeps.
     """
     far = (logit <= guess) | (logit < floor)
     zero, one = jnp.zeros_like(logit), jnp.ones_like(logit)
     none = jnp.zeros_like(token)
+    lowest = largest - WIDTH
     return State(
         token=token,
         logit=logit,
@@ -102,8 +121,9 @@ def begin(
         before=zero,
         next_token=none,
         next_logit=zero,
-        low=_ordered(guess) if rule.bounds else none,
-        high=none + HIGHEST,
+        hint=ordered(jnp.maximum(guess, lowest)),
+        low=ordered(lowest),
+        high=ordered(largest),
         num_low=none - 1,
         num_high=none,
         most=one,
@@ -129,11 +149,11 @@ def advance(state: State, found: Pass, rule: Rule, floor: jax.Array) -> State:
         kept &= ~(others & (before >= rule.top_p * state.least))
     logit = jnp.where(gone, next_logit, state.logit)
     tests = gone | (state.kind == GUESS)
-    middle = _between(state) if rule.bounds else logit
+    between = _between(state) if rule.bounds else logit
     return state._replace(
         token=jnp.where(gone, next_token, state.token),
         logit=logit,
-        pivot=jnp.where(tests, logit, middle),
+        pivot=jnp.where(tests, logit, between),
         kind=jnp.where(tests, jnp.int32(TEST), jnp.int32(BOUND)),
         done=state.done | kept,
         before=before,
@@ -144,45 +164,49 @@ def advance(state: State, found: Pass, rule: Rule, floor: jax.Array) -> State:
 
 def _narrow(state: State, found: Pass, rule: Rule) -> State:
     """Bounds of the k-th largest logit and of the mass down to it, after one more pass."""
-    pivot, beyond = _ordered(state.pivot), found.num_above >= rule.top_k
+    pivot, beyond = ordered(state.pivot), found.num_above >= rule.top_k
     lower, higher = beyond & (pivot >= state.low), ~beyond & (pivot < state.high)
-    # Of n tokens above a pivot the k largest have k / n of their mass or more.
+    # Of n tokens above a pivot the k largest have k / n of their mass or more, and each of the
+    # others has more than the pivot's own.
+    num_out = found.num_above - rule.top_k
     share = found.mass_above * (rule.top_k / jnp.maximum(found.num_above, 1).astype(jnp.float32))
+    most = found.mass_above - num_out.astype(jnp.float32) * found.weight
     higher_least = jnp.where(higher, found.mass_from, state.least)
     state = state._replace(
         low=jnp.where(lower, pivot, state.low),
         num_low=jnp.where(lower, found.num_above, state.num_low),
-        most=jnp.where(lower, found.mass_above, state.most),
+        most=jnp.where(lower, most, state.most),
         high=jnp.where(higher, pivot, state.high),
         num_high=jnp.where(higher, found.num_from, state.num_high),
         least=jnp.maximum(higher_least, jnp.where(lower, share, 0)),
     )
     # Nothing lies between: the top k is what is not below `high`.
-    met = (state.num_low == state.num_high) | (_middle(state.low, state.high) == state.low)
+    met = (state.num_low == state.num_high) | (middle(state.low, state.high) == state.low)
     return state._replace(most=jnp.where(met, state.least, state.most))
 
 
-def _ordered(logit: jax.Array) -> jax.Array:
+def ordered(logit: jax.Array) -> jax.Array:
     """int32 in the order of the floats, neighbours one apart."""
     bits = lax.bitcast_convert_type(logit, jnp.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-def _logit(ordered: jax.Array) -> jax.Array:
+def logit_of(ordered: jax.Array) -> jax.Array:
     """The inverse of `_ordered`."""
     bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _between(state: State) -> jax.Array:
-    """The next logit to ask about: `low` itself if no pass has been there, then the middle."""
-    low, high = _logit(state.low), _logit(state.high)
-    middle = 0.5 * (low + high)
-    inside = (middle > low) & (middle < high)
-    middle = jnp.where(inside, middle, _logit(_middle(state.low, state.high)))
-    return jnp.where(state.num_low < 0, low, middle)
+    """The next logit to ask about: the hint if nothing is known below, then the middle."""
+    low, high = logit_of(state.low), logit_of(state.high)
+    mean = 0.5 * (low + high)
+    inside = (mean > low) & (mean < high)
+    mean = jnp.where(inside, mean, logit_of(middle(state.low, state.high)))
+    hinted = (state.num_low < 0) & (state.hint < state.high)
+    return jnp.where(hinted, logit_of(state.hint), mean)
 
 
-def _middle(low: jax.Array, high: jax.Array) -> jax.Array:
+def middle(low: jax.Array, high: jax.Array) -> jax.Array:
     """The mean, rounded down, without overflow."""
     return (low >> 1) + (high >> 1) + (low & high & 1)

@@ -86,6 +86,12 @@ def test_top_k_and_top_p_draw_from_what_they_keep(cfg, kept):
     np.testing.assert_allclose(logprobs, np.log(softmax(LOGITS)[tokens]), rtol=1e-5)
 
 
+@pytest.mark.parametrize("cfg", [SamplingConfig(top_p=0.9999), SamplingConfig(top_k=7)])
+def test_a_rule_that_keeps_everything_changes_no_token(cfg):
+    """Truncation makes its own noise, of the tokens it needs."""
+    np.testing.assert_array_equal(draw(cfg)[0], draw(SamplingConfig())[0])
+
+
 @pytest.mark.parametrize(
     "cfg",
     [

@@ -1,5 +1,6 @@
 """Generate as an H200 would run it: what a token costs beside its arithmetic."""
 
+import re
 from math import prod
 
 import jax
@@ -23,12 +24,13 @@ PROGRAMS = [
     pytest.param("1x1", 1, {"slots": 8}, id="opt in slots"),
     pytest.param("1x1", 1, ONE | INT8, id="opt int8"),
     pytest.param("1x1", 1, ONE | FP8 | {"actor": GQA}, id="gqa fp8"),
+    pytest.param("1x1", 1, {"rows": Rows(256)}, id="opt of many rows"),
     pytest.param("8x1", 1, {}, id="opt 8x1, each device alone"),
     pytest.param("8x1", 2, {}, id="opt 8x1, tensor parallel 2"),
     pytest.param("8x1", 8, {}, id="opt 8x1, tensor parallel 8"),
     pytest.param("8x1", 8, {"actor": GQA}, id="gqa 8x1, tensor parallel 8"),
 ]
-ALONE, SPREAD = PROGRAMS[:6], PROGRAMS[6:]
+ALONE, SPREAD = PROGRAMS[:7], PROGRAMS[7:]
 
 
 def weight_shapes(iteration: Iteration) -> list[tuple[int, ...]]:
@@ -78,6 +80,27 @@ def test_a_token_is_one_graph(compiled: Compile, mesh, inference_tp, changes):
     """Where devices exchange nothing."""
     _, program = compiled("generate", mesh, inference_tp, **changes)
     assert checks.graphs(checks.decode_launches(program.thunks)) == {GRAPH: 1}
+
+
+@pytest.mark.parametrize(("mesh", "inference_tp", "changes"), ALONE)
+def test_a_layer_of_a_token_is_seven_kernels(compiled: Compile, mesh, inference_tp, changes):
+    """Four products, attention, and two residual sums with the next norm: from one layer's
+    attention to the next one's; and the sum of what several programs found in one row's cache.
+    """
+    iteration, program = compiled("generate", mesh, inference_tp, **changes)
+    kernels = [
+        one.text
+        for launch in checks.decode_launches(program.thunks)
+        for one in launch.walk()
+        if one.kind in ("kCustomKernel", "kKernel", "kGemm", "kCublasLtMatmul")
+    ]
+    starts = [n for n, text in enumerate(kernels) if text.startswith("decode_attention")]
+    assert len(starts) == iteration.actor.num_layers == 2
+    layer = kernels[starts[0] : starts[1]]
+    assert sum(text.startswith("add_norm") for text in layer) == 2
+    splits = re.search(r"grid: \[\d+, \d+, (\d+)\]", layer[0])
+    assert splits is not None
+    assert len(layer) == 7 + (int(splits[1]) > 1), layer
 
 
 @pytest.mark.parametrize(("mesh", "inference_tp", "changes"), SPREAD)

@@ -23,14 +23,16 @@ def arrays(case: cases.DownCase, dtype: str, num_parts: int) -> tuple[Any, Any, 
     return x, parts, bias if case.bias else None, scale, shift if case.layer_norm else None
 
 
-@pytest.mark.parametrize("num_parts", [1, 4])
+@pytest.mark.parametrize(("num_parts", "parts_dtype"), [(1, None), (4, "float32")])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("implementation", ["reference", KERNEL])
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in cases.DOWN_TESTS])
 def test_equals_truth(
-    case: cases.DownCase, implementation: str, dtype: str, num_parts: int
+    case: cases.DownCase, implementation: str, dtype: str, num_parts: int, parts_dtype: str | None
 ) -> None:
-    inputs = arrays(case, dtype, num_parts)
+    """Of parts in float32 and in the rows' dtype."""
+    x, parts, bias, scale, shift = arrays(case, dtype, num_parts)
+    inputs = x, parts.astype(parts_dtype or dtype), bias, scale, shift
     total, norm = jax.jit(functools.partial(add_norm, eps=EPS, implementation=implementation))(
         *inputs
     )
@@ -44,7 +46,7 @@ def test_wrong_arguments_are_named() -> None:
     x, parts, vector = jnp.ones((2, 32)), jnp.ones((1, 2, 32)), jnp.ones(32)
     with pytest.raises(ValueError, match=r"expected \[M,D\]"):
         add_norm(x, parts, vector, jnp.ones(31), None, eps=EPS)
-    with pytest.raises(ValueError, match="float32"):
+    with pytest.raises(ValueError, match="use float32 or the rows'"):
         add_norm(x, parts.astype(jnp.bfloat16), vector, vector, None, eps=EPS)
     if jax.default_backend() != "gpu":
         with pytest.raises(dispatch.Unsupported, match="needs an NVIDIA GPU"):

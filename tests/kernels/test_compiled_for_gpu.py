@@ -15,6 +15,7 @@ import pytest
 from jax.experimental import topologies
 
 from kernels_pallas.decode_attention.api import decode_attention
+from tests.meshes.compiled import optimizing_compiler
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None
@@ -45,30 +46,32 @@ def h200() -> jax.sharding.Mesh:
 def test_no_cache_is_copied_in_the_loop(
     h200: jax.sharding.Mesh, B: int, H: int, G: int, S: int, K: int, window: int | None
 ) -> None:
-    def generate(q_BHK, k_BGK, positions_B, caches):
+    def generate(qkv_BGEK, positions_B, turn, caches):
         def one_token(i, carry):
-            q_BHK, caches = carry
+            qkv_BGEK, caches = carry
             new = []
             for k_cache, v_cache in caches:
                 out, *updated = decode_attention(
-                    q_BHK, k_BGK, k_BGK, positions_B + i, k_cache, v_cache, window=window
+                    qkv_BGEK, positions_B + i, k_cache, v_cache, None, None, *turn, window=window
                 )
                 new.append(tuple(updated))
-                q_BHK = q_BHK + out
-            return q_BHK, new
+                qkv_BGEK = qkv_BGEK + out.reshape(B, G, -1, K)[:, :, :1]
+            return qkv_BGEK, new
 
-        return jax.lax.fori_loop(0, S, one_token, (q_BHK, caches))
+        return jax.lax.fori_loop(0, S, one_token, (qkv_BGEK, caches))
 
     def array(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
         everywhere = jax.sharding.NamedSharding(h200, jax.sharding.PartitionSpec())
         return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
 
     caches = [(array(B, G, S, K), array(B, G, S, K)) for _ in range(NUM_LAYERS)]
+    turn = [array(B, K, dtype=jnp.float32)] * 2
     with jax.set_mesh(h200):
         lowered = jax.jit(generate, donate_argnums=(3,)).lower(
-            array(B, H, K), array(B, G, K), array(B, dtype=jnp.int32), caches
+            array(B, G, H // G + 2, K), array(B, dtype=jnp.int32), turn, caches
         )
-    compiled = lowered.compile()
+    with optimizing_compiler():
+        compiled = lowered.compile()
     text = compiled.as_text()
     assert text is not None
     assert text.count("__gpu$xla.gpu.triton") == NUM_LAYERS

@@ -14,7 +14,7 @@ import pytest
 from kernels_pallas import cases, dispatch
 from kernels_pallas.attention.api import attention
 from kernels_pallas.decode_attention import pallas, tiling
-from kernels_pallas.decode_attention.api import decode_attention, decode_attention_fused
+from kernels_pallas.decode_attention.api import decode_attention
 from kernels_pallas.decode_attention.narrow import narrowed, widened
 from kernels_pallas.decode_attention.tiling import Tiling
 from tests.kernels import truth
@@ -22,7 +22,7 @@ from tests.kernels import truth
 KERNEL = "pallas" if jax.default_backend() == "gpu" else "interpret"
 IMPLEMENTATIONS = ["reference", KERNEL]
 CASES = [pytest.param(case, id=case.name) for case in cases.DECODE_TESTS]
-BF16 = [c for c in CASES if c.id in ("mha_k64", "mha_k80_ragged_cache", "gqa4_k128")]
+BF16 = ("mha_k64", "mha_k80_ragged_cache", "gqa4_k128", "rope_gqa3_k80", "rope_window20_gqa4_k96")
 TILINGS = [
     Tiling(16, 1, 1, False),
     Tiling(32, 1, 3, False),
@@ -32,32 +32,56 @@ TILINGS = [
 kernel = functools.partial(pallas.decode_attention, interpret=KERNEL == "interpret")
 
 
-def arrays(case: cases.DecodeCase, dtype: str) -> tuple[jax.Array, ...]:
-    """The six arrays of a case, with NaN in the caches where a row must not read."""
-    token = (case.batch, case.kv_heads, case.head_size)
-    cache = (case.batch, case.kv_heads, case.cached, case.head_size)
-    q = truth.normal(0, (case.batch, case.query_heads, case.head_size), dtype)
-    k, v = truth.normal(1, token, dtype), truth.normal(2, token, dtype)
+def named(*names: str) -> list[Any]:
+    """Cases by their names."""
+    return [case for case in CASES if case.id in names]
+
+
+def arrays(case: cases.DecodeCase, dtype: str) -> list[Any]:
+    """The arrays of a case in the api's order, with NaN in the caches where a row must not read."""
+    B, G, S, K = case.batch, case.kv_heads, case.cached, case.head_size
+    qkv = truth.normal(0, (B, G, case.query_heads // G + 2, K), dtype)
     positions_B = jnp.asarray(case.row_positions(), jnp.int32)
-    k_cache, v_cache = truth.normal(3, cache, dtype), truth.normal(4, cache, dtype)
-    unread_BS = jnp.arange(case.cached)[None, :] >= positions_B[:, None]
-    k_cache, v_cache = (
-        jnp.where(unread_BS[:, None, :, None], jnp.nan, c) for c in (k_cache, v_cache)
-    )
-    return q, k, v, positions_B, k_cache, v_cache
+    unread_BS = jnp.arange(S)[None, :] >= positions_B[:, None]
+    caches = [
+        jnp.where(unread_BS[:, None, :, None], jnp.nan, truth.normal(seed, (B, G, S, K), dtype))
+        for seed in (1, 2)
+    ]
+    turn = [None, None]
+    if case.rope:
+        cos, sin = np.cos(angles(case)), np.sin(angles(case))
+        turn = [np.concatenate([cos, cos], 1), np.concatenate([-sin, sin], 1)]
+        turn = [jnp.asarray(t, jnp.float32) for t in turn]
+    return [qkv, positions_B, *caches, None, None, *turn]
 
 
-def check(case: cases.DecodeCase, inputs, got, dtype: str) -> None:
+def angles(case: cases.DecodeCase) -> np.ndarray:
+    """One angle for each row and pair of lanes; any will do."""
+    return np.random.default_rng(3).uniform(-4, 4, (case.batch, case.head_size // 2))
+
+
+def parts(case: cases.DecodeCase, qkv: Any) -> list[np.ndarray]:
+    """Queries `[B, H, K]`, key and value `[B, G, K]` of a projection, rotated."""
+    qkv = np.asarray(qkv, np.float64)
+    q, k, v = qkv[:, :, :-2].reshape(len(qkv), -1, case.head_size), qkv[:, :, -2], qkv[:, :, -1]
+    return [truth.turn(q, angles(case)), truth.turn(k, angles(case)), v] if case.rope else [q, k, v]
+
+
+def check(case: cases.DecodeCase, inputs: Any, got: Any, dtype: str) -> None:
     """The output of active rows, and all of both caches, against the truth."""
-    q, k, v, _, k_cache, v_cache = inputs
+    qkv, _, k_cache, v_cache, *_ = inputs
+    q, k, v = parts(case, qkv)
     positions = case.row_positions()
     out, *caches = truth.decode(q, k, v, positions, k_cache, v_cache, case.window)
     active = np.array([0 <= p < case.cached for p in positions])
-    assert (got[0].dtype, got[0].shape) == (q.dtype, q.shape)
+    assert (got[0].dtype, got[0].shape) == (qkv.dtype, q.shape)
     truth.assert_close(got[0][active], out[active], dtype)
     assert np.all(np.isfinite(np.asarray(got[0], np.float32)))
-    for cache, want in zip(got[1:], caches, strict=True):
-        np.testing.assert_array_equal(np.asarray(cache, np.float64), want)
+    for cache, want, exact in zip(got[1:], caches, (not case.rope, True), strict=True):
+        if exact:
+            np.testing.assert_array_equal(np.asarray(cache, np.float64), want)
+        else:
+            truth.assert_close(cache, want, dtype)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -70,30 +94,16 @@ def test_equals_truth_and_writes_one_row(case: cases.DecodeCase, implementation:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("case", BF16)
+@pytest.mark.parametrize("case", named(*BF16))
 def test_equals_truth_in_bfloat16(case: cases.DecodeCase, implementation: str) -> None:
     inputs = arrays(case, "bfloat16")
     got = decode_attention(*inputs, window=case.window, implementation=implementation)
     check(case, inputs, got, "bfloat16")
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("case", CASES)
-def test_fused_projection_equals_its_three_parts(
-    case: cases.DecodeCase, implementation: str
-) -> None:
-    q, k, v, positions_B, *caches = arrays(case, "float32")
-    B, G, K = k.shape
-    qkv = jnp.concatenate([q.reshape(B, G, -1, K), k[:, :, None], v[:, :, None]], axis=2)
-    got = decode_attention_fused(
-        qkv, positions_B, *caches, window=case.window, implementation=implementation
-    )
-    check(case, (q, k, v, positions_B, *caches), got, "float32")
-
-
 @pytest.mark.parametrize("plan", TILINGS, ids=str)
 @pytest.mark.parametrize(
-    "case", [c for c in CASES if c.id in ("gqa3_k8", "window40_gqa4_k8", "inactive_rows")]
+    "case", named("gqa3_k8", "window40_gqa4_k8", "inactive_rows", "rope_gqa3_k80")
 )
 def test_tiling_changes_nothing(case: cases.DecodeCase, plan: Tiling) -> None:
     inputs = arrays(case, "float32")
@@ -109,7 +119,9 @@ def test_decoding_token_by_token_equals_attention(implementation: str) -> None:
     step = jax.jit(functools.partial(decode_attention, implementation=implementation))
     outs = []
     for t in range(T):
-        out, *caches = step(q[:, t], k[:, t], v[:, t], jnp.full((B,), t, jnp.int32), *caches)
+        token = q[:, t].reshape(B, G, -1, K), k[:, t, :, None], v[:, t, :, None]
+        qkv = jnp.concatenate(token, axis=2)
+        out, *caches = step(qkv, jnp.full((B,), t, jnp.int32), *caches)
         outs.append(out)
     want = attention(q, k, v, implementation="reference")
     np.testing.assert_allclose(jnp.stack(outs, axis=1), want, rtol=2e-5, atol=2e-5)
@@ -118,31 +130,34 @@ def test_decoding_token_by_token_equals_attention(implementation: str) -> None:
 @functools.cache
 def narrow_arrays(case: cases.DecodeCase, form: str) -> tuple[Any, ...]:
     """Those of a case with caches of one byte a number, full of numbers, and their scales."""
-    q, k, v, positions_B, k_cache, v_cache = arrays(case, "float32")
+    qkv, positions_B, k_cache, v_cache, _, _, *turn = arrays(case, "float32")
     stored = [narrowed(jnp.nan_to_num(cache), form) for cache in (k_cache, v_cache)]
-    return q, k, v, positions_B, *(values for values, _ in stored), *(s for _, s in stored)
+    values, scales = zip(*stored, strict=True)
+    return qkv, positions_B, *values, *scales, *turn
 
 
 def check_narrow(case: cases.DecodeCase, inputs: Any, got: Any) -> None:
     """Against the truth on what the caches stand for, the rounded token among it. What is written
     may differ by one step, where a division rounds otherwise.
     """
-    q, k, v, _, *caches = (np.asarray(a).astype(np.float64) for a in inputs)
+    qkv, _, *stored = inputs[:6]
+    form, caches = stored[0].dtype, [np.asarray(a).astype(np.float64) for a in stored]
     positions = case.row_positions()
-    k, v = (np.asarray(widened(*narrowed(a, inputs[4].dtype)), np.float64) for a in inputs[1:3])
+    q, *token = parts(case, qkv)
+    k, v = (np.asarray(widened(*narrowed(jnp.float32(a), form)), np.float64) for a in token)
     wide_k, wide_v = (caches[n] * caches[n + 2][..., None] for n in range(2))
     out, *stored = truth.decode(q, k, v, positions, wide_k, wide_v, case.window)
     active = np.array([0 <= p < case.cached for p in positions])
     np.testing.assert_allclose(got[0][active], out[active], rtol=1e-3, atol=1e-3)
     for n, want in enumerate(stored):
         values, scale = np.asarray(got[1 + n]).astype(np.float64), np.asarray(got[3 + n])
-        assert got[1 + n].dtype == inputs[4].dtype
+        assert got[1 + n].dtype == form
         np.testing.assert_allclose(values * scale[..., None], want, rtol=0.13, atol=0.05)
         changed = (values != caches[n]).any(axis=(1, 3)) | (scale != caches[n + 2]).any(axis=1)
         np.testing.assert_array_equal(changed.sum(axis=1), active)
 
 
-NARROW = [c for c in CASES if c.id in ("gqa3_k8", "mha_k80_ragged_cache", "inactive_rows")]
+NARROW = named("gqa3_k8", "mha_k80_ragged_cache", "inactive_rows", "rope_gqa3_k80")
 
 
 @pytest.mark.parametrize("form", ["int8", "float8_e4m3fn"])
@@ -212,27 +227,27 @@ def test_offsets_that_wrap_are_refused(rows: int, dtype: str, refused: bool) -> 
     qkv = jax.ShapeDtypeStruct((rows, 16, 3, 64), jnp.bfloat16)
     positions = jax.ShapeDtypeStruct((rows,), jnp.int32)
     args: Any = (qkv, positions, cache, cache)
-    reason = pallas.why_not_interpret_fused(*args, window=None)
+    reason = pallas.why_not_interpret(*args, window=None)
     assert (reason is not None) == refused
 
 
 def test_wrong_arguments_are_named() -> None:
-    q, k, v, positions, k_cache, v_cache = arrays(cases.DECODE_TESTS[0], "float32")
+    qkv, positions, k_cache, v_cache, *_ = arrays(cases.DECODE_TESTS[0], "float32")
     with pytest.raises(ValueError, match="expected"):
-        decode_attention(q, k[:, :1], v, positions, k_cache, v_cache)
+        decode_attention(qkv[:, :1], positions, k_cache, v_cache)
     with pytest.raises(ValueError, match="at least one query head"):
-        decode_attention_fused(k[:, :, None], positions, k_cache, v_cache)
-    with pytest.raises(ValueError, match="expected"):
-        decode_attention_fused(jnp.zeros((1, 2, 3, 8)), positions, k_cache, v_cache)
+        decode_attention(qkv[:, :, :2], positions, k_cache, v_cache)
     with pytest.raises(ValueError, match="int32"):
-        decode_attention(q, k, v, positions.astype(jnp.float32), k_cache, v_cache)
+        decode_attention(qkv, positions.astype(jnp.float32), k_cache, v_cache)
     with pytest.raises(ValueError, match="one dtype"):
-        decode_attention(q, k, v, positions, k_cache, v_cache.astype(jnp.bfloat16))
+        decode_attention(qkv, positions, k_cache, v_cache.astype(jnp.bfloat16))
     with pytest.raises(dispatch.Unsupported, match="one dtype"):
         decode_attention(
-            q.astype(jnp.bfloat16), k, v, positions, k_cache, v_cache, implementation="interpret"
+            qkv.astype(jnp.bfloat16), positions, k_cache, v_cache, implementation="interpret"
         )
     with pytest.raises(ValueError, match=r"expected two of float32 \[B,G,S\]"):
-        decode_attention(q, k, v, positions, k_cache.astype("int8"), v_cache.astype("int8"))
+        decode_attention(qkv, positions, k_cache.astype("int8"), v_cache.astype("int8"))
+    with pytest.raises(ValueError, match=r"expected float32 \[3,8\] both"):
+        decode_attention(qkv, positions, k_cache, v_cache, cos_BK=jnp.ones((3, 8)))
     with pytest.raises(ValueError, match="power of two"):
         Tiling(48, 1, 1, False)

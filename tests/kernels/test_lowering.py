@@ -14,7 +14,7 @@ from kernels_pallas import dispatch
 from kernels_pallas.add_norm.api import add_norm
 from kernels_pallas.attention.api import attention
 from kernels_pallas.decode_attention import pallas
-from kernels_pallas.decode_attention.api import decode_attention, decode_attention_fused
+from kernels_pallas.decode_attention.api import decode_attention
 from kernels_pallas.decode_attention.tiling import Tiling
 from kernels_pallas.skinny_product.api import product_down, product_up
 from kernels_pallas.truncated_sampling.api import truncated_sampling
@@ -26,58 +26,35 @@ H200 = jax.sharding.AbstractMesh(
         device_kind="NVIDIA H200", num_cores=132, platform="gpu"
     ),
 )
-HEADS = [(4, 4), (8, 4), (8, 2), (8, 1), (6, 2)]
 
 
-def lower(function, batch: int, H: int, G: int, S: int, K: int, dtype) -> str:
-    token, cache = (batch, G, K), (batch, G, S, K)
-    shapes = [(batch, H, K), token, token, (batch,), cache, cache]
-    dtypes = [dtype, dtype, dtype, jnp.int32, dtype, dtype]
-    arrays = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, dtypes, strict=True)]
-    with jax.sharding.use_abstract_mesh(H200):
-        lowered = jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",))
-    return lowered.as_text()
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("K", [8, 64, 80, 128])
-@pytest.mark.parametrize(("H", "G"), HEADS)
-def test_decode_attention_lowers_by_default(H: int, G: int, K: int, dtype) -> None:
-    text = lower(decode_attention, 2, H, G, 200, K, dtype)
-    assert text.count("__gpu$xla.gpu.triton") == 1
-    M, array = H // G, functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
-    cache, positions = array((2, G, 200, K)), jax.ShapeDtypeStruct((2,), jnp.int32)
-    fused = lower_for_h200(decode_attention_fused, array((2, G, M + 2, K)), positions, cache, cache)
-    assert fused.count("__gpu$xla.gpu.triton") == 1
-
-
-@pytest.mark.parametrize("form", [jnp.int8, jnp.float8_e4m3fn], ids=["int8", "fp8"])
-@pytest.mark.parametrize("use_dot", [False, True])
-@pytest.mark.parametrize("num_splits", [1, 3])
-def test_caches_of_one_byte_lower(num_splits: int, use_dot: bool, form) -> None:
+def lower_decode(function, G: int, M: int, K: int, dtype=jnp.bfloat16, form=None, turn=True) -> str:
+    """A step of two rows of G groups with M query heads, on caches of 200 positions."""
     array = jax.ShapeDtypeStruct
-    caches = [array((2, 2, 256, 80), form)] * 2 + [array((2, 2, 256), jnp.float32)] * 2
-    token, positions = array((2, 2, 80), jnp.bfloat16), array((2,), jnp.int32)
-    function = functools.partial(
-        pallas.decode_attention, window=None, tiling=Tiling(32, 2, num_splits, use_dot)
-    )
-    text = lower_for_h200(
-        function, array((2, 8, 80), jnp.bfloat16), token, token, positions, *caches
-    )
-    assert text.count("__gpu$xla.gpu.triton") == 1
-    fused = array((2, 2, 6, 80), jnp.bfloat16)
-    text = lower_for_h200(decode_attention_fused, fused, positions, *caches)
+    caches = [array((2, G, 200, K), form or dtype)] * 2
+    scales = [array((2, G, 200), jnp.float32) if form else None] * 2
+    turns = [array((2, K), jnp.float32) if turn else None] * 2
+    qkv, positions = array((2, G, M + 2, K), dtype), array((2,), jnp.int32)
+    return lower_for_h200(function, qkv, positions, *caches, *scales, *turns)
+
+
+@pytest.mark.parametrize("turn", [False, True], ids=["", "rope"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("K", [8, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("M", [1, 2, 3, 4, 8])
+def test_decode_attention_lowers_by_default(M: int, K: int, dtype, turn: bool) -> None:
+    text = lower_decode(decode_attention, 2, M, K, dtype, turn=turn)
     assert text.count("__gpu$xla.gpu.triton") == 1
 
 
+@pytest.mark.parametrize("form", [None, jnp.int8, jnp.float8_e4m3fn], ids=["bf16", "int8", "fp8"])
 @pytest.mark.parametrize("use_dot", [False, True])
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("window", [None, 70])
-def test_every_form_of_the_kernel_lowers(window, num_splits: int, use_dot: bool) -> None:
-    function = functools.partial(
-        pallas.decode_attention, window=window, tiling=Tiling(32, 2, num_splits, use_dot)
-    )
-    assert "__gpu$xla.gpu.triton" in lower(function, 2, 8, 2, 256, 80, jnp.bfloat16)
+def test_every_form_of_the_kernel_lowers(window, num_splits: int, use_dot: bool, form) -> None:
+    tiling = Tiling(32, 2, num_splits, use_dot)
+    function = functools.partial(pallas.decode_attention, window=window, tiling=tiling)
+    assert lower_decode(function, 2, 4, 80, form=form).count("__gpu$xla.gpu.triton") == 1
 
 
 def lower_for_h200(function, *arrays: jax.ShapeDtypeStruct | None) -> str:
@@ -97,6 +74,14 @@ def test_skinny_products_lower(activation: str | None, F: int, D: int, rows: int
     assert text.count("__gpu$xla.gpu.triton") == 1
     text = lower_for_h200(product_down, array((rows, F)), array((F, D)))
     assert text.count("__gpu$xla.gpu.triton") == 1
+
+
+def test_products_of_many_rows_are_left_to_xla() -> None:
+    array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    for rows, kernels in ((64, 1), (65, 0)):
+        up = lower_for_h200(product_up, array((rows, 2048)), array((6144, 2048)))
+        down = lower_for_h200(product_down, array((rows, 6144)), array((6144, 2048)))
+        assert [text.count("__gpu$xla.gpu.triton") for text in (up, down)] == [kernels] * 2
 
 
 @pytest.mark.parametrize("form", [jnp.int8, jnp.float8_e4m3fn], ids=["int8", "fp8"])
@@ -124,13 +109,22 @@ def test_add_norm_lowers(D: int) -> None:
         assert text.count("__gpu$xla.gpu.triton") == 1
 
 
-@pytest.mark.parametrize("min_p", [0.0, 0.1])
-@pytest.mark.parametrize("top_p", [1.0, 0.9])
-@pytest.mark.parametrize("top_k", [0, 50])
-def test_truncated_sampling_lowers(top_k: int, top_p: float, min_p: float) -> None:
-    draw = functools.partial(truncated_sampling, top_k=top_k, top_p=top_p, min_p=min_p)
+@pytest.mark.parametrize(
+    ("rule", "kernels"),
+    [
+        ({"top_k": 50}, 4),  # survey, cut, list, choose
+        ({"top_k": 2048, "top_p": 0.9, "min_p": 0.1}, 4),
+        ({"top_p": 0.9, "min_p": 0.1}, 4),  # draw, two looks, search
+        ({"top_k": 5000, "top_p": 0.9}, 3),  # draw, survey, search
+        ({"min_p": 0.1}, 0),
+    ],
+    ids=str,
+)
+def test_truncated_sampling_lowers(rule: dict[str, float], kernels: int) -> None:
     rows = jax.ShapeDtypeStruct((8, 50272), jnp.float32)
-    assert lower_for_h200(draw, rows, rows).count("__gpu$xla.gpu.triton") == 1
+    keys = jax.ShapeDtypeStruct((8, 2), jnp.uint32)
+    text = lower_for_h200(functools.partial(truncated_sampling, **rule), rows, keys)
+    assert text.count("__gpu$xla.gpu.triton") == kernels
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])

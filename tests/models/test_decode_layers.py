@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,7 +17,7 @@ from rlhf_jax.models.decode_layers import decode_layers, fits
 from rlhf_jax.models.decoder import decode_step, forward, prefill, project_out, start_token
 from rlhf_jax.models.lora import LoRAConfig, adapted_specs
 from rlhf_jax.models.narrow import Narrow, narrow_weights
-from rlhf_jax.models.params import compute_layout, generate_layout, param_specs
+from rlhf_jax.models.params import abstract_params, compute_layout, generate_layout, param_specs
 from tests.models.cases import LLAMA, MODELS, OPT, put_params, random_values
 
 B, T = 4, 8
@@ -152,11 +154,17 @@ def test_two_all_reduces_a_layer():
     assert "all_gather" not in jaxpr
 
 
-def test_many_rows_a_device_go_layer_by_layer():
-    layout = generate_layout(OPT, make_mesh(parse_mesh("2x1"), 1))
-    params = put_params(random_values(param_specs(OPT), seed=2), param_specs(OPT), layout)
-    assert fits(params, 128, layout)
-    assert not fits(params, 130, layout)
-    narrow = jax.eval_shape(lambda p: narrow_weights(p, "int8"), params)
-    assert fits(narrow, 512, layout)
-    assert not fits(narrow, 514, layout)
+def test_all_but_adapters_take_the_fewest_kernels():
+    """In whatever form the matrices are."""
+    params = abstract(OPT)
+    assert fits(params)
+    assert fits(jax.eval_shape(lambda p: narrow_weights(p, "int8"), params))
+    assert not fits(abstract(OPT, LoRAConfig(dim=2)))
+
+
+def abstract(cfg, lora: LoRAConfig | None = None):
+    """Shapes of the parameters on one device, with adapters or without."""
+    specs = param_specs(cfg) if lora is None else adapted_specs(param_specs(cfg), cfg, lora)
+    layout = generate_layout(cfg, make_mesh(parse_mesh("1x1"), 1))
+    params: Any = abstract_params(specs, layout, jnp.float32)
+    return params

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlhf_jax.models.config import RopeScaling
-from rlhf_jax.models.rope import inverse_frequencies, rotate
+from rlhf_jax.models.rope import inverse_frequencies, rotate, turns
 from tests.models.cases import LLAMA
 
 K = 8
@@ -42,6 +42,16 @@ def test_bfloat16_heads_are_turned_in_float32():
     wide = rotate(x.astype(jnp.float32), jnp.array([1000]), LLAMA)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_array_equal(got, wide.astype(jnp.bfloat16))
+
+
+def test_turns_of_a_row_rotate_its_heads(tolerance):
+    """Each lane with the lane half a head away, by cosines and signed sines; scaled ones, too."""
+    x = jax.random.normal(jax.random.key(0), (3, 4, K))
+    positions = jnp.array([0, 5, 31], jnp.int32)
+    for cfg in (LLAMA, replace(LLAMA, rope_scaling=RopeScaling(4.0, 1.0, 4.0, 16))):
+        cos, sin = (t[:, None] for t in turns(positions, cfg))
+        got = x * cos + jnp.roll(x, K // 2, axis=-1) * sin
+        np.testing.assert_allclose(got, rotate(x, positions, cfg), **tolerance(np.float32))
 
 
 def test_llama3_scaling_slows_long_waves_keeps_short_ones_and_blends_between():

@@ -6,6 +6,11 @@ from jax import lax
 from jax.extend.random import threefry2x32_p
 
 
+def sample_keys(key_data: jax.Array, index_B: jax.Array, ids_B: jax.Array) -> jax.Array:
+    """Key data `[B, 2]` for token `index_B` of each sample."""
+    return jax.random.key_data(_keys(key_data, index_B, ids_B))
+
+
 def gumbel_noise(key_data: jax.Array, index_B: jax.Array, ids_B: jax.Array, vocab: int):
     """Gumbel noise `[B, V]` for token `index_B` of each sample."""
     return jax.vmap(lambda key: jax.random.gumbel(key, (vocab,)))(_keys(key_data, index_B, ids_B))
@@ -19,7 +24,7 @@ def gumbel_noise_from(
     JAX's generator hashes each column's number with the key, so that any range can be made alone;
     its public functions make all of them.
     """
-    keys_B2 = jax.random.key_data(_keys(key_data, index_B, ids_B))
+    keys_B2 = sample_keys(key_data, index_B, ids_B)
     column_V = first.astype(jnp.uint32) + lax.iota(jnp.uint32, width)
 
     def bits(key_2: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ from jax import lax
 from kernels_pallas.truncated_sampling.api import truncated_sampling
 from meshes.layout import Layout
 from meshes.reshard import local_shards
-from rlhf_jax.engine.noise import gumbel_noise, gumbel_noise_from
+from rlhf_jax.engine.noise import gumbel_noise, gumbel_noise_from, sample_keys
 
 
 @dataclass(frozen=True)
@@ -159,14 +159,15 @@ def draw(
     )
     if cfg.temperature == 0:
         return likeliest(allowed_BV, logits_BV, first, axes)
-    if axes:
-        noise_BV = gumbel_noise_from(key_data, index_B, ids_B, first, width)
-    else:
-        noise_BV = gumbel_noise(key_data, index_B, ids_B, width)
     if not cfg.truncates:
+        if axes:
+            noise_BV = gumbel_noise_from(key_data, index_B, ids_B, first, width)
+        else:
+            noise_BV = gumbel_noise(key_data, index_B, ids_B, width)
         return likeliest(allowed_BV + noise_BV, logits_BV, first, axes)
+    keys_B2 = sample_keys(key_data, index_B, ids_B)
     token_B, logprob_B = truncated_sampling(
-        allowed_BV, noise_BV, top_k=cfg.top_k, top_p=cfg.top_p, min_p=cfg.min_p
+        allowed_BV, keys_B2, top_k=cfg.top_k, top_p=cfg.top_p, min_p=cfg.min_p
     )
     if seen_BV is None and not (cfg.min_new_tokens and stop_ids):
         return token_B, logprob_B

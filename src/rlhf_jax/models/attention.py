@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.attention.api import attention
-from kernels_pallas.decode_attention.api import decode_attention, decode_attention_fused
+from kernels_pallas.decode_attention.api import decode_attention
 from meshes.layout import Layout
 from meshes.reshard import local_shards
 from rlhf_jax.models.cache import Cached, axes_of
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.remat import keep
-from rlhf_jax.models.rope import rotate
+from rlhf_jax.models.rope import rotate, turns
 
 
 def split_groups(qkv: jax.Array, cfg: ModelConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -60,9 +60,18 @@ def attend_rows(
     return (out[0], out[1], out[2]) if keep_cache else (out[0], None, None)
 
 
+type Turn = tuple[jax.Array, jax.Array] | None
+
+
+def turn_of(positions_B: jax.Array, cfg: ModelConfig) -> Turn:
+    """What rotates the heads of one token a row, for all layers; None where nothing does."""
+    return turns(positions_B, cfg) if cfg.positions == "rope" else None
+
+
 def attend_cached(
     qkv_BE: jax.Array,
     positions_B: jax.Array,
+    turn: Turn,
     keys: Cached,
     values: Cached,
     cfg: ModelConfig,
@@ -73,18 +82,20 @@ def attend_cached(
     Returns the heads' outputs `[B, H*K]` and the caches.
     """
     cache = axes_of(keys)
+    rows = jax.tree.map(lambda _: ("batch", None), turn)
     run = local_shards(
         partial(attend_shard, cfg=cfg),
         layout,
-        in_axes=(("batch", "qkv"), ("batch",), cache, cache),
+        in_axes=(("batch", "qkv"), ("batch",), rows, cache, cache),
         out_axes=(("batch", "heads"), cache, cache),
     )
-    return run(qkv_BE, positions_B, keys, values)
+    return run(qkv_BE, positions_B, turn, keys, values)
 
 
 def attend_shard(
     qkv_BE: jax.Array,
     positions_B: jax.Array,
+    turn: Turn,
     keys: Cached,
     values: Cached,
     cfg: ModelConfig,
@@ -92,17 +103,16 @@ def attend_shard(
     implementation: str | None = None,
 ) -> tuple[jax.Array, Cached, Cached]:
     """`attend_cached` on one device's rows and heads; inside `shard_map`."""
-    B, options = len(qkv_BE), {"window": cfg.sliding_window, "implementation": implementation}
+    B = len(qkv_BE)
     # Keys and values, then the scales of both where they have some.
     caches = [a for pair in zip(*map(jax.tree.leaves, (keys, values)), strict=True) for a in pair]
-    if cfg.positions == "rope":
-        q, k, v = split_groups(qkv_BE, cfg)
-        q = rotate(q.reshape(B, -1, cfg.head_size), positions_B, cfg)
-        k = rotate(k, positions_B, cfg)
-        out, *caches = decode_attention(q, k, v, positions_B, *caches, **options)
-    else:
-        qkv_BGEK = qkv_BE.reshape(B, -1, cfg.heads_per_group + 2, cfg.head_size)
-        out, *caches = decode_attention_fused(qkv_BGEK, positions_B, *caches, **options)
+    k_scale, v_scale = caches[2:] or (None, None)
+    cos, sin = turn or (None, None)
+    qkv_BGEK = qkv_BE.reshape(B, -1, cfg.heads_per_group + 2, cfg.head_size)
+    out, *caches = decode_attention(
+        qkv_BGEK, positions_B, caches[0], caches[1], k_scale, v_scale, cos, sin,
+        window=cfg.sliding_window, implementation=implementation,
+    )  # fmt: skip
     keys, values = (
         jax.tree.unflatten(jax.tree.structure(keys), caches[first::2]) for first in range(2)
     )

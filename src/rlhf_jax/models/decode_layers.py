@@ -15,12 +15,11 @@ from jax import lax
 
 from kernels_pallas.add_norm.api import add_norm
 from kernels_pallas.skinny_product.api import product_down, product_up
-from kernels_pallas.skinny_product.tiling import most_rows
 from meshes.layout import Layout
 from meshes.reshard import local_shards
 from meshes.spec import ParamSpec
 from rlhf_jax.models.adapted import Adapted, Matrix, is_adapted
-from rlhf_jax.models.attention import attend_shard
+from rlhf_jax.models.attention import attend_shard, turn_of
 from rlhf_jax.models.cache import CACHE_AXES, KVCache
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.layers import normalize
@@ -28,15 +27,9 @@ from rlhf_jax.models.params import LayerParams, Norm, Params, is_spec, layer_spe
 from rlhf_jax.models.quantized import Quantized, is_quantized
 
 
-def fits(params: Params[jax.Array], batch: int, layout: Layout) -> bool:
-    """Whether `decode_layers` is for this model and batch: few rows a device (more of them where
-    all matrices have one byte a number), and no adapters.
-    """
-    rows = batch // layout.size(layout.mesh_axes("batch"))
-    nodes = jax.tree.leaves(params.layers, is_leaf=lambda n: is_adapted(n) or is_quantized(n))
-    matrices = [node for node in nodes if is_adapted(node) or is_quantized(node) or node.ndim > 1]
-    itemsize = max(1 if is_quantized(matrix) else 2 for matrix in matrices)
-    return rows <= most_rows(itemsize) and not any(map(is_adapted, matrices))
+def fits(params: Params[jax.Array]) -> bool:
+    """Whether `decode_layers` is for this model: its matrices have no adapters."""
+    return not any(map(is_adapted, jax.tree.leaves(params.layers, is_leaf=is_adapted)))
 
 
 def decode_layers(
@@ -90,14 +83,14 @@ def _local(
     up = partial(_up, implementation=implementation)
     down = partial(product_down, implementation=implementation)
     h = normalize(x, layers[0].attention_norm, cfg) if cfg.pre_norm else x
-    new = KVCache([], [])
+    turn, new = turn_of(positions, cfg), KVCache([], [])
     for number, (layer, keys, values) in enumerate(
         zip(layers, cache.keys, cache.values, strict=True)
     ):
         after_attention, after_mlp = _norms(layers, number, final_norm, cfg)
         qkv = up(h, layer.qkv_ED, layer.qkv_bias_E)
         out, keys, values = attend_shard(
-            qkv, positions, keys, values, cfg, implementation=implementation
+            qkv, positions, turn, keys, values, cfg, implementation=implementation
         )
         new.keys.append(keys)
         new.values.append(values)
@@ -161,8 +154,7 @@ def _over_devices(parts_JBD: jax.Array, axis: str, layout: Layout, dtype: Any) -
     mesh_axes = layout.mesh_axes(axis)
     if not mesh_axes:
         return parts_JBD
-    total = lax.psum(parts_JBD.sum(0).astype(dtype), mesh_axes)
-    return total.astype(jnp.float32)[None]
+    return lax.psum(parts_JBD.sum(0).astype(dtype), mesh_axes)[None]
 
 
 def _add(
@@ -175,7 +167,7 @@ def _add(
 ) -> tuple[jax.Array, jax.Array]:
     """The residual and what the next half reads. Post-norm models go on from the normalised sum."""
     if norm is None:
-        total = x.astype(jnp.float32) + parts.sum(0)
+        total = x.astype(jnp.float32) + parts.astype(jnp.float32).sum(0)
         total = total if bias is None else total + bias.astype(jnp.float32)
         return total.astype(x.dtype), total.astype(x.dtype)
     total, h = add_norm(

@@ -8,7 +8,7 @@ from jax import lax
 
 from meshes.layout import Layout
 from meshes.reshard import reshard_params
-from rlhf_jax.models.attention import attend_cached, attend_rows
+from rlhf_jax.models.attention import attend_cached, attend_rows, turn_of
 from rlhf_jax.models.cache import KVCache, extend
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.decode_layers import decode_layers, fits
@@ -204,17 +204,17 @@ def decode_step(
 ) -> tuple[jax.Array, KVCache]:
     """One token a row, each at its own position: hidden states `[B, W]` and the cache.
 
-    Many rows a device and adapters go layer by layer through the functions of `layer_rows`.
+    Adapters go layer by layer through the functions of `layer_rows`.
     """
     x = start_token(params, tokens_B, positions_B, cfg, layout)
-    if fits(params, tokens_B.shape[0], layout):
+    if fits(params):
         x, cache = decode_layers(params, x, positions_B, cache, cfg, layout)
         return project_out(params, x), cache
-    new = KVCache([], [])
+    turn, new = turn_of(positions_B, cfg), KVCache([], [])
     for layer, keys, values in zip(params.layers, cache.keys, cache.values, strict=True):
         h = normalize(x, layer.attention_norm, cfg) if cfg.pre_norm else x
         qkv = project_up(h, layer.qkv_ED, layer.qkv_bias_E)
-        out, keys, values = attend_cached(qkv, positions_B, keys, values, cfg, layout)
+        out, keys, values = attend_cached(qkv, positions_B, turn, keys, values, cfg, layout)
         new.keys.append(keys)
         new.values.append(values)
         x = x + project_down(out, layer.out_ED, layer.out_bias_D, layout)

@@ -18,6 +18,15 @@ def rotate(x: jax.Array, positions: jax.Array, cfg: ModelConfig) -> jax.Array:
     return turned.astype(x.dtype)
 
 
+def turns(positions_B: jax.Array, cfg: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """Cosine and signed sine of each lane, `[B, K]`, at one position a row: lane i of a rotated
+    head is `x[i] cos[i] + x[(i + K/2) mod K] sin[i]`.
+    """
+    angle = positions_B[:, None] * jnp.asarray(inverse_frequencies(cfg), jnp.float32)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return jnp.concatenate([cos, cos], axis=1), jnp.concatenate([-sin, sin], axis=1)
+
+
 def inverse_frequencies(cfg: ModelConfig) -> np.ndarray:
     """One frequency for each pair of a head, `[K / 2]`."""
     frequency = cfg.rope_theta ** (-np.arange(0, cfg.head_size, 2) / cfg.head_size)
