@@ -1,8 +1,9 @@
 """What every test shares: 8 simulated CPU devices, a compilation cache, tolerances, real data.
 
 The devices are set before any backend starts, so this file imports jax and nothing that runs it.
-Tests never use the network. Compiled programs are kept between runs outside the checkout
-(`JAX_COMPILATION_CACHE_DIR` moves them).
+Tests never use the network. Nearly all of their time is compilation: programs are compiled with few
+optimizations (`JAX_DISABLE_MOST_OPTIMIZATIONS=0` asks for all) and kept between runs outside the
+checkout (`JAX_COMPILATION_CACHE_DIR` moves them). Commands that tests start inherit all of it.
 """
 
 import os
@@ -20,6 +21,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_home / "rlhf_jax" / "xla-tests"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
 import jax
 import numpy as np
 import pytest
@@ -27,10 +33,6 @@ from numpy.typing import DTypeLike
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    jax.config.update("jax_compilation_cache_dir", str(cache_home / "rlhf_jax" / "xla-tests"))
 
 
 @dataclass(frozen=True)

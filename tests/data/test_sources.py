@@ -304,7 +304,9 @@ def test_a_stage_is_refused_rows_that_it_cannot_use(tmp_path: Path) -> None:
         load_records(str(file), stage="reward")
 
 
-@pytest.mark.parametrize("content", [b"not gzip", gzip.compress(b'{"text": "a"}' * 99)[:-9]])
+@pytest.mark.parametrize(
+    "content", [b"not gzip", gzip.compress(b'{"text": "a"}' * 99)[:-9]], ids=["other", "cut"]
+)
 def test_a_damaged_archive_is_named(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "a.jsonl.gz"
     file.write_bytes(content)

@@ -114,7 +114,7 @@ def test_add_norm_lowers(D: int) -> None:
     [
         ({"top_k": 50}, 4),  # survey, cut, list, choose
         ({"top_k": 2048, "top_p": 0.9, "min_p": 0.1}, 4),
-        ({"top_p": 0.9, "min_p": 0.1}, 4),  # draw, two looks, search
+        ({"top_p": 0.9, "min_p": 0.1}, 2),  # draw, search
         ({"top_k": 5000, "top_p": 0.9}, 3),  # draw, survey, search
         ({"min_p": 0.1}, 0),
     ],

@@ -44,6 +44,17 @@ def temporary_bytes(program: jax.stages.Compiled) -> int:
 
 
 @contextmanager
+def optimizing_compiler() -> Iterator[None]:
+    """A program as a run compiles it: tests compile with few optimizations (`conftest.py`)."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+
+
+@contextmanager
 def fresh_compiler() -> Iterator[None]:
     """No compilation cache: a cached program brings no messages of the compiler."""
     jax.config.update("jax_enable_compilation_cache", False)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
+SETTINGS = ("NPROC", "XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
 RUNNER = ROOT / "scripts" / "run_notebook.py"
 MOST_BYTES = 40_000
 
@@ -18,7 +19,7 @@ MOST_BYTES = 40_000
 def run(notebook: Path, directory: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """Runs a notebook on CPU devices of its own: this process's settings stay here."""
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(Path.home() / ".cache/rlhf_jax/xla"))
-    env = {name: value for name, value in os.environ.items() if name not in ("NPROC", "XLA_FLAGS")}
+    env = {name: value for name, value in os.environ.items() if name not in SETTINGS}
     env |= {
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": cache,
