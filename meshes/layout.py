@@ -96,14 +96,17 @@ def abstract_mesh(shape: MeshShape, inference_tp: int) -> AbstractMesh:
 
 def check_inference_tp(shape: MeshShape, inference_tp: int) -> None:
     """ValueError unless N is a multiple of T and N / T divides F; names the sizes that work."""
-    gen, rest = divmod(inference_tp, shape.tensor)
-    if gen >= 1 and rest == 0 and shape.fsdp % gen == 0:
-        return
-    allowed = [shape.tensor * d for d in range(1, shape.fsdp + 1) if shape.fsdp % d == 0]
-    raise ValueError(
-        f"--inference-tp-size={inference_tp} does not fit --mesh={shape}: "
-        f"use one of {', '.join(map(str, allowed))}"
-    )
+    allowed = inference_sizes(shape)
+    if inference_tp not in allowed:
+        raise ValueError(
+            f"--inference-tp-size={inference_tp} does not fit --mesh={shape}: "
+            f"use one of {', '.join(map(str, allowed))}"
+        )
+
+
+def inference_sizes(shape: MeshShape) -> list[int]:
+    """Every `--inference-tp-size` that fits: T times the divisors of F, the smallest first."""
+    return [shape.tensor * n for n in range(1, shape.fsdp + 1) if shape.fsdp % n == 0]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
     python scripts/bench_rlhf.py                            # OPT-1.3B, 350M, batches of 64 and 256
     python scripts/bench_rlhf.py --actor facebook/opt-6.7b --batch 64
     python scripts/bench_rlhf.py --actor facebook/opt-13b --lora-dim 128 --only-lora --batch 64
+    python scripts/bench_rlhf.py --batch 64 --varied --packing  # lengths as data have them
 
 256 prompt and 256 answer tokens in every row, no row ends early, one PPO epoch, one optimizer step
 an iteration, bfloat16 with float32 masters, random weights. It runs the functions of
@@ -10,7 +11,8 @@ an iteration, bfloat16 with float32 masters, random weights. It runs the functio
 its row of metrics.jsonl included. `relayout` is part of generate: what gathering the actor for
 decoding takes alone, 0 where decoding reads the update's own buffers. `--passes` also times the
 parts of scoring and the gradients of the update, each as a program of its own; the rest of an
-update are the optimizers.
+update are the optimizers. With `--varied` prompts are uniform from a quarter of the longest on and
+answers log-normal (median 80 of 256); FLOP/s still count full rows.
 
 `--remat=auto` takes the least rematerialisation whose plan fits in some number of parts of at least
 16 rows a device: adding up the gradients of more parts takes less time than computing layers anew.
@@ -35,25 +37,15 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from meshes.layout import MeshShape, default_inference_tp
 from meshes.multihost import start_devices
 from meshes.reshard import put_batch
-from rlhf_jax.data.batches import collate_prompts
 from rlhf_jax.data.byte_tokenizer import byte_tokenizer
-from rlhf_jax.data.loader import Loader
-from rlhf_jax.data.tokenize import PromptRow
 from rlhf_jax.engine.hybrid import HybridEngine
 from rlhf_jax.engine.optimizer import MomentsDtype, Optim
-from rlhf_jax.engine.ppo_step import (
-    actor_loss,
-    answer_logprobs,
-    critic_loss,
-    join_rows,
-    num_actions,
-    row_scores,
-)
+from rlhf_jax.engine.ppo_step import actor_loss, critic_loss, num_actions
+from rlhf_jax.engine.row_passes import answer_logprobs, join_rows, row_scores
 from rlhf_jax.engine.step import gradients
 from rlhf_jax.hf.pretrained import Pretrained
 from rlhf_jax.models.lora import LoRAConfig
@@ -61,26 +53,22 @@ from rlhf_jax.models.opt import SIZES
 from rlhf_jax.models.params import ScalarModel
 from rlhf_jax.models.remat import Remat
 from rlhf_jax.models.tiny import quickstart_config
+from rlhf_jax.objectives.adaptive import Control
 from rlhf_jax.runtime.compilation import keep_compiled_programs
 from rlhf_jax.runtime.profile import peak_memory
 from rlhf_jax.stages.config import TrainConfig
 from rlhf_jax.stages.fit_remat import FASTEST_FIRST
 from rlhf_jax.stages.memory_plan import Models, Place, Plan, device_limit, plan_stage
-from rlhf_jax.stages.ppo import (
-    Companions,
-    Programs,
-    collect,
-    means,
-    update,
-    update_settings,
-)
+from rlhf_jax.stages.ppo import Companions, Programs, collect, means, update, update_settings
 from rlhf_jax.stages.ppo_config import PPOConfig
 from rlhf_jax.stages.prompts import PromptData
 from rlhf_jax.stages.reward_plan import RewardPlan
 from rlhf_jax.stages.roles import Cast, Roles, load_roles
 from rlhf_jax.stages.run import Run
-from rlhf_jax.stages.scores import host_scorer
+from rlhf_jax.stages.scores import HostScorer, host_scorer
+from scripts.compile_ahead import compile_ahead
 from scripts.iteration_flops import Setting, deepspeed_figures, model_flops
+from scripts.random_rows import random_prompts
 
 FILL = 0.95
 """The share of device memory that a plan may fill."""
@@ -103,7 +91,7 @@ class Bench:
     experience: Any = None
 
     @classmethod
-    def create(cls, run: Run, setting: Setting) -> "Bench":
+    def create(cls, run: Run, setting: Setting, *, varied: bool = False) -> "Bench":
         """Loads random models through the functions that load a run's."""
         cfg, tokenizer = setting.ppo, byte_tokenizer()
         actor = Pretrained("actor", setting.actor, tokenizer, None, None)
@@ -115,29 +103,35 @@ class Bench:
         )
         return cls(
             run, cast, with_random_heads(roles), engine, Programs.create(cfg, cast, plan),
-            random_prompts(setting), plan,
+            random_prompts(setting, varied=varied), plan,
         )  # fmt: skip
 
-    def iterations(self, count: int) -> list[dict[str, float]]:
-        """Seconds by phase of `count` iterations; one before them compiles."""
-        run, cfg = self.run, self.run.cfg.ppo
+    def companions(self) -> tuple[Control, HostScorer]:
+        """What an iteration has beside its models: coefficients, and what scores on the host."""
+        cfg = self.run.cfg.ppo
         control = Companions.create(cfg, self.roles, self.engine.compute).control
-        host = host_scorer(cfg, self.plan, self.cast.reward, byte_tokenizer(), "template")
+        return control, host_scorer(cfg, self.plan, self.cast.reward, byte_tokenizer(), "template")
+
+    def iterations(self, count: int, *, ahead: bool = False) -> list[dict[str, float]]:
+        """Seconds by phase of `count` iterations; one before them compiles, or all at once."""
+        run, (control, host) = self.run, self.companions()
+        if ahead:
+            compile_ahead(self, control, host)
         rows: list[dict[str, float]] = []
         for step in range(count + 1):
             began = time.perf_counter()
-            experiences, control, metrics = collect(
+            batches, control, metrics = collect(
                 run, self.roles, control, self.engine, self.programs, host, self.data, step
             )
             progress(f"iteration {step}: generate and score", began)
             with run.timer.phase("update") as wait:
                 self.roles, _, losses = update(
-                    run, self.roles, None, self.engine, self.programs, self.data, experiences, step
+                    run, self.roles, None, self.engine, self.programs, self.data, batches, step
                 )
                 wait.append((self.roles.actor, self.roles.critic, losses))
             progress(f"iteration {step}: all", began)
-            self.experience = experiences[0][0]
-            del experiences
+            self.experience = batches[0].experience
+            del batches
             values = run.metrics.write("ppo", step, metrics | means(losses))
             assert values["val/skipped"] == 0, values
             rows.append({name.split("/")[1]: t for name, t in run.timer.take().items()})
@@ -237,18 +231,6 @@ def with_random_heads(roles: Roles) -> Roles:
     return replace(roles, critic=critic, reward=drawn(roles.reward, 1))
 
 
-def random_prompts(setting: Setting) -> PromptData:
-    """Random prompts of full length: four batches of them."""
-    cfg, rng = setting.ppo, np.random.default_rng(0)
-    length, count = cfg.max_prompt_seq_len, 4 * cfg.batch_size
-    tokens = rng.integers(5, setting.actor.vocab_size, (count, length)).astype(np.int32)
-    rows = [PromptRow(row, number, "") for number, row in enumerate(tokens)]
-    train = Loader(
-        rows, partial(collate_prompts, buckets=(length,)), batch_size=cfg.batch_size, seed=0
-    )
-    return PromptData(train, [], [], length, dict(enumerate(rows)))
-
-
 def print_row(setting: Setting, bench: Bench, rows: Sequence[dict[str, float]], plan: Plan) -> None:
     """One line of the table, medians over iterations."""
     seconds = {name: statistics.median(row[name] for row in rows) for name in PHASES}
@@ -293,10 +275,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--optim", default="adamw", choices=get_args(Optim))
     parser.add_argument("--moments-dtype", default="float32", choices=get_args(MomentsDtype))
     parser.add_argument("--slots", type=int, help="rows that decode at once; without: all")
+    parser.add_argument("--varied", action="store_true", help="prompts and answers of many lengths")
+    parser.add_argument("--packing", action="store_true", help="score and update on sequences")
     parser.add_argument("--passes", action="store_true", help="score and update in parts too")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--compile-ahead", action="store_true", help="all programs at once")
     parser.add_argument("--tiny", action="store_true", help="the built-in model, for a CPU")
     args = parser.parse_args()
+    if args.compile_ahead and (args.packing or args.offload_optimizers):
+        parser.error(
+            "--compile-ahead knows one update program: with --packing the sizes of sequences are "
+            "known after a rollout, with --offload-optimizers there are several: leave it out"
+        )
     if args.tiny:
         args.prompt, args.answer, args.batch = 16, 16, [8, 16]
         args.actor = args.critic = "the built-in model"
@@ -317,6 +307,7 @@ def setting_of(args: argparse.Namespace, batch: int, parts: int, remat: Remat) -
         remat=remat,
         actor_lora=adapters,
         rollout_slots=args.slots,
+        packing=args.packing,
         offload=args.offload_optimizers,
         optim=args.optim,
         moments_dtype=args.moments_dtype,
@@ -378,9 +369,9 @@ def main() -> None:
             run = Run(cfg, shape, default_inference_tp(shape, *heads))
             with jax.set_mesh(run.mesh):
                 began = time.perf_counter()
-                bench = Bench.create(run, setting)
+                bench = Bench.create(run, setting, varied=args.varied)
                 progress("models", began)
-                rows = bench.iterations(args.repeats)
+                rows = bench.iterations(args.repeats, ahead=args.compile_ahead)
                 print_row(setting, bench, rows, plan)
                 if args.passes:
                     passes = bench.pass_seconds().items()

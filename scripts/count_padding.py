@@ -1,4 +1,4 @@
-"""Counts the padding of steps 1 and 2 under several ways to batch their rows; no GPU, no model.
+"""Counts the padding of all steps under several ways to batch their rows; no GPU, no model.
 
     python scripts/count_padding.py --data data/hh-rlhf/helpful-base.test.jsonl.gz \
         --tokenizer models/smollm2
@@ -12,6 +12,11 @@
 
 The last column is how many times the real tokens of "4 buckets" a step sees for the same number of
 tokens that go through the model: the factor in tokens/s where time goes with them.
+
+Step 3 answers the prompts of step 1; what the data answer, cut at half of `--max-seq-len`, stands
+for the answers of a policy. Rows are as wide as the bucket of their prompts and the longest answer,
+or packed for `--devices`, each with its share of a batch: --ppo.packing. Scoring takes rows as they
+were generated, an update deals them out to the devices by their lengths.
 """
 
 import argparse
@@ -20,10 +25,12 @@ from collections.abc import Sequence
 import numpy as np
 from transformers import AutoTokenizer
 
-from rlhf_jax.data.batches import round_up
+from rlhf_jax.data.batches import bucket_of, prompt_buckets, round_up
 from rlhf_jax.data.packing import Packing
+from rlhf_jax.data.placing import Groups, balance, place
 from rlhf_jax.data.sources import load_source
-from rlhf_jax.data.tokenize import tokenize_pairs, tokenize_sft
+from rlhf_jax.data.tokenize import PromptRow, SftRow, tokenize_pairs, tokenize_sft
+from rlhf_jax.stages.prompts import PAD_MULTIPLE as PROMPT_MULTIPLE
 from rlhf_jax.stages.rows import PAD_MULTIPLE
 
 BUCKET_MULTIPLE = 64
@@ -67,9 +74,48 @@ def table(
         f"{len(items)} {name}, mean {np.mean(items):.0f} tokens, longest {max(items)}; batches of "
         f"{batch_size}, packed {per_batch} x {packing.length}"
     )
+    print_ways(ways, sum(items))
+
+
+def ppo_table(
+    rows: Sequence[SftRow], longest: int, batch_size: int, devices: Sequence[int]
+) -> None:
+    """The lines of step 3, of whole batches."""
+    asked = [row for row in rows if row.prompt_length <= longest]
+    prompts = [PromptRow(row.tokens[: row.prompt_length], n, "") for n, row in enumerate(asked)]
+    buckets = prompt_buckets(prompts, max_buckets=NUM_BUCKETS, pad_multiple=PROMPT_MULTIPLE)
+    lengths = np.array([len(row.tokens) for row in prompts])
+    answers = np.array([min(len(row.tokens) - row.prompt_length, longest) for row in asked])
+    wide = np.array([bucket_of(length, buckets) for length in lengths])
+    order = np.random.default_rng(0).permutation(len(asked))
+    order = order[np.argsort(wide[order], kind="stable")]
+    count = len(order) // batch_size
+    batches = order[: count * batch_size].reshape(count, batch_size)
+    real = int((lengths + answers)[batches].sum())
+    unpacked = [(int(wide[batch].max()) + longest) for batch in batches]
+    print(
+        f"{batches.size} prompts, mean {lengths.mean():.0f} tokens, buckets {buckets}; answers, "
+        f"mean {answers.mean():.0f}, at most {longest}; batches of {batch_size}"
+    )
+    ways = {f"{NUM_BUCKETS} buckets": batch_size * sum(unpacked)}
+    for number in devices:
+        groups = Groups(number)
+        for name in ("score", "update"):
+            total = 0
+            for batch, width in zip(batches, unpacked, strict=True):
+                sizes = (lengths + answers)[batch]
+                sizes = sizes[balance(sizes, groups)] if name == "update" else sizes
+                places = place(sizes, groups, width=buckets[-1] + longest, unpacked=width)
+                total += batch_size * width if places is None else places.num_tokens * number
+            ways[f"{name}, {number}"] = total
+    print_ways(ways, real)
+
+
+def print_ways(ways: dict[str, int], real: int) -> None:
+    """Tokens that go through the model, of which so many are real."""
     for way, tokens in ways.items():
         factor = ways[f"{NUM_BUCKETS} buckets"] / tokens
-        padding = 1 - sum(items) / tokens
+        padding = 1 - real / tokens
         print(f"{way:12s} {tokens:10d} tokens, {padding:6.1%} padding {factor:6.2f}x")
 
 
@@ -80,6 +126,7 @@ def main() -> None:
     parser.add_argument("--eos-token", help="where the tokenizer's files name none")
     parser.add_argument("--max-seq-len", type=int, default=512)
     parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--devices", type=int, nargs="+", default=[1, 8], help="of step 3")
     args = parser.parse_args()
     named = {} if args.eos_token is None else {"eos_token": args.eos_token}
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer, **named)
@@ -99,6 +146,8 @@ def main() -> None:
     widths = [max(len(pair.chosen), len(pair.rejected)) for pair in pairs]
     both = [len(pair.chosen) + len(pair.rejected) for pair in pairs]
     table("pairs", widths, both, 2, args.batch_size)
+    print("step 3:")
+    ppo_table(rows, args.max_seq_len // 2, args.batch_size, args.devices)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ def token_logprob(
     temperature: float = 1.0,
     vocab_axis: str | None = None,
     keep_probs: bool = False,
+    count: jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(logprob_N, entropy_N) in fp32 of softmax(hidden unembed^T / temperature), differentiable.
@@ -40,6 +41,8 @@ def token_logprob(
         `valid_vocab` and targets count in the whole vocabulary.
       keep_probs: the backward pass is given probabilities (N * V numbers in hidden's dtype) and
         needs two matrix products in place of three. Has no effect without a gradient.
+      count: int32, how many rows count: the first ones. Chunks behind them are left out, and what
+        rows behind them get is 0 or their own. None: all.
       implementation: "chunked" | "reference"; None takes chunked.
 
     Raises:
@@ -59,6 +62,7 @@ def token_logprob(
         temperature=temperature,
         vocab_axis=vocab_axis,
         keep_probs=keep_probs,
+        count=count,
     )
 
 

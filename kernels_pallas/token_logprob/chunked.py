@@ -59,6 +59,7 @@ def token_logprob(
     temperature: float,
     vocab_axis: str | None,
     keep_probs: bool,
+    count: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """See api.token_logprob."""
     N = hidden_ND.shape[0]
@@ -67,26 +68,30 @@ def token_logprob(
     hidden_ND = jnp.pad(hidden_ND, ((0, padding), (0, 0)))
     targets_N = jnp.pad(targets_N, (0, padding))
     settings = Settings(valid_vocab, chunk, temperature, vocab_axis, keep_probs)
-    pair: Any = _chunked(hidden_ND, unembed_VD, targets_N, settings)
+    pair: Any = _chunked(hidden_ND, unembed_VD, targets_N, count, settings)
     logprob_N, entropy_N = pair
     return logprob_N[:N], entropy_N[:N]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _chunked(
-    hidden_ND: jax.Array, unembed_VD: jax.Array, targets_N: jax.Array, settings: Settings
+    hidden_ND: jax.Array,
+    unembed_VD: jax.Array,
+    targets_N: jax.Array,
+    count: jax.Array | None,
+    settings: Settings,
 ) -> tuple[jax.Array, jax.Array]:
-    return _values(hidden_ND, unembed_VD, targets_N, settings, keep=False)[:2]
+    return _values(hidden_ND, unembed_VD, targets_N, count, settings, keep=False)[:2]
 
 
-def _values(hidden_ND, unembed_VD, targets_N, settings: Settings, *, keep: bool):
+def _values(hidden_ND, unembed_VD, targets_N, count, settings: Settings, *, keep: bool):
     """Log-probabilities, entropies and log-sums `[N]`; where kept, exp(z - max) of this device's
     columns by chunk and that max.
     """
     column_V = settings.columns(unembed_VD)
     num_columns = len(column_V)
 
-    def one_chunk(xs):
+    def one_chunk(nothing, xs):
         hidden_CD, targets_C = xs
         logits_CV = _logits(hidden_CD, unembed_VD, column_V, settings)
         max_C = logits_CV.max(axis=-1)
@@ -96,10 +101,11 @@ def _values(hidden_ND, unembed_VD, targets_N, settings: Settings, *, keep: bool)
         target_C1 = jnp.take_along_axis(logits_CV, own_C[:, None], axis=-1, mode="clip")
         target_C = jnp.where((own_C >= 0) & (own_C < num_columns), target_C1[:, 0], 0.0)
         sums = weights_CV.sum(axis=-1), (weights_CV * below_CV).sum(axis=-1)
-        return (max_C, target_C, *sums), weights_CV.astype(hidden_CD.dtype) if keep else None
+        kept_CV = weights_CV.astype(hidden_CD.dtype) if keep else None
+        return nothing, ((max_C, target_C, *sums), kept_CV)
 
     chunks = _split(hidden_ND, settings.chunk), _split(targets_N, settings.chunk)
-    found, weights = lax.map(one_chunk, chunks)
+    _, (found, weights) = _over_chunks(one_chunk, (), chunks, count, settings)
     own_max_N, target_N, sum_N, moment_N = (x.reshape(-1) for x in found)
     max_N = settings.max_over_devices(own_max_N)
     below_N = own_max_N - max_N
@@ -107,20 +113,23 @@ def _values(hidden_ND, unembed_VD, targets_N, settings: Settings, *, keep: bool)
     target_N, sum_N, moment_N = settings.sum_over_devices(
         (target_N, scale_N * sum_N, scale_N * (moment_N + below_N * sum_N))
     )
+    if count is not None:  # of a chunk that was left out everything is 0
+        sum_N = jnp.where(sum_N > 0, sum_N, 1.0)
     log_sum_N = max_N + jnp.log(sum_N)
     entropy_N = jnp.log(sum_N) - moment_N / sum_N
     return target_N - log_sum_N, entropy_N, log_sum_N, (weights, own_max_N) if keep else None
 
 
-def _forward(hidden_ND, unembed_VD, targets_N, settings: Settings):
+def _forward(hidden_ND, unembed_VD, targets_N, count, settings: Settings):
     logprob_N, entropy_N, log_sum_N, kept = _values(
-        hidden_ND, unembed_VD, targets_N, settings, keep=settings.keep_probs
+        hidden_ND, unembed_VD, targets_N, count, settings, keep=settings.keep_probs
     )
-    return (logprob_N, entropy_N), (hidden_ND, unembed_VD, targets_N, entropy_N, log_sum_N, kept)
+    residuals = hidden_ND, unembed_VD, targets_N, count, entropy_N, log_sum_N, kept
+    return (logprob_N, entropy_N), residuals
 
 
 def _backward(settings: Settings, residuals, cotangents):
-    hidden_ND, unembed_VD, targets_N, entropy_N, log_sum_N, kept = residuals
+    hidden_ND, unembed_VD, targets_N, count, entropy_N, log_sum_N, kept = residuals
     column_V = settings.columns(unembed_VD)
     # Values are equal on all devices of `vocab_axis`: shard_map gives each a share of a cotangent.
     cotangents = settings.sum_over_devices(cotangents)
@@ -154,10 +163,11 @@ def _backward(settings: Settings, residuals, cotangents):
     if kept is not None:
         weights_XCV, max_N = kept
         kept = weights_XCV, _split(max_N, settings.chunk)
-    unembed_grad_VD, hidden_grad = lax.scan(
-        one_chunk, jnp.zeros(unembed_VD.shape, jnp.float32), (*chunks, kept)
+    unembed_grad_VD, hidden_grad = _over_chunks(
+        one_chunk, jnp.zeros(unembed_VD.shape, jnp.float32), (*chunks, kept), count, settings
     )
-    return hidden_grad.reshape(hidden_ND.shape), unembed_grad_VD.astype(unembed_VD.dtype), None
+    unembed_grad_VD = unembed_grad_VD.astype(unembed_VD.dtype)
+    return hidden_grad.reshape(hidden_ND.shape), unembed_grad_VD, None, None
 
 
 _chunked.defvjp(_forward, _backward)
@@ -169,6 +179,30 @@ def _logits(hidden_CD, unembed_VD, column_V, settings: Settings) -> jax.Array:
     return jnp.where(
         column_V[None] < settings.valid_vocab, logits_CV / settings.temperature, MASKED
     )
+
+
+def _over_chunks(function, carry: Any, chunks: Any, count: jax.Array | None, settings: Settings):
+    """`lax.scan`, but only over the chunks that hold the first `count` rows; results of the others
+    are 0. A single chunk is computed in any case: then no sum is carried.
+    """
+    total = len(jax.tree.leaves(chunks)[0])
+    if count is None or total == 1:
+        return lax.scan(function, carry, chunks)
+
+    def chunk(number: Any) -> Any:
+        take = functools.partial(lax.dynamic_index_in_dim, index=number, keepdims=False)
+        return jax.tree.map(take, chunks)
+
+    def step(number: jax.Array, state: Any) -> Any:
+        carry, results = state
+        carry, new = function(carry, chunk(number))
+        put = functools.partial(lax.dynamic_update_index_in_dim, index=number, axis=0)
+        return carry, jax.tree.map(put, results, new)
+
+    _, shapes = jax.eval_shape(function, carry, chunk(0))
+    results = jax.tree.map(lambda x: jnp.zeros((total, *x.shape), x.dtype), shapes)
+    counted = lax.div(count + (settings.chunk - 1), jnp.int32(settings.chunk))
+    return lax.fori_loop(0, jnp.minimum(counted, total), step, (carry, results))
 
 
 def _split(x: jax.Array, chunk: int) -> jax.Array:

@@ -15,11 +15,12 @@ def token_logprob(
     temperature: float,
     vocab_axis: str | None,
     keep_probs: bool,
+    count: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(logprob_N, entropy_N), fp32; `chunk` and `keep_probs` have no effect. Padded columns are cut
-    off.
+    """(logprob_N, entropy_N), fp32. Padded columns are cut off; `chunk`, `keep_probs` and `count`
+    have no effect.
     """
-    del chunk, keep_probs
+    del chunk, keep_probs, count
     if vocab_axis is not None:
         unembed_VD = lax.all_gather(unembed_VD, vocab_axis, tiled=True)
     logits_NV = jnp.einsum(

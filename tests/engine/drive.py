@@ -13,7 +13,7 @@ from meshes.reshard import put_batch
 from rlhf_jax.data.batches import PromptBatch
 from rlhf_jax.engine.generate import Rollout
 from rlhf_jax.engine.hybrid import HybridEngine
-from rlhf_jax.engine.ppo_step import ModelOnMesh, answer_logprobs, join_rows
+from rlhf_jax.engine.row_passes import ModelOnMesh, answer_logprobs, join_rows
 from rlhf_jax.engine.sampling import SamplingConfig
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.decoder import forward, gather_outer

@@ -16,7 +16,8 @@ from meshes.reshard import put_batch
 from rlhf_jax.data.batches import PromptBatch
 from rlhf_jax.engine.hybrid import HybridEngine
 from rlhf_jax.engine.optimizer import OptimizerConfig, make_optimizer
-from rlhf_jax.engine.ppo_step import ModelOnMesh, UpdateSettings, ppo_update
+from rlhf_jax.engine.ppo_step import UpdateSettings, ppo_update
+from rlhf_jax.engine.row_passes import ModelOnMesh
 from rlhf_jax.engine.sampling import SamplingConfig
 from rlhf_jax.engine.state import TrainState, create_state
 from rlhf_jax.engine.step import gradients, train_step

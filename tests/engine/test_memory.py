@@ -21,9 +21,10 @@ from jax.experimental import topologies
 from meshes.layout import Layout, make_mesh, parse_mesh
 from rlhf_jax.data.batches import PromptBatch, TextBatch
 from rlhf_jax.engine.generate import Decoding, for_decoding, generate
+from rlhf_jax.engine.hybrid import HybridEngine
 from rlhf_jax.engine.memory import ModelMemory, Rows, leaf_bytes
 from rlhf_jax.engine.optimizer import OptimizerConfig, make_optimizer
-from rlhf_jax.engine.ppo_step import ModelOnMesh, answer_logprobs
+from rlhf_jax.engine.row_passes import ModelOnMesh, answer_logprobs
 from rlhf_jax.engine.sampling import SamplingConfig
 from rlhf_jax.engine.slots import generate_in_slots
 from rlhf_jax.engine.state import create_state
@@ -263,6 +264,32 @@ def test_rounded_copy_and_cache_are_as_many_bytes_as_their_arrays(mesh: Any, kin
     assert model.cache(rows, kind) == on_one_device(*jax.tree.leaves(kv_cache))
     more = model.generating(rows, weights=kind, kv_cache=kind) - model.generating(rows)
     assert more < 0.75 * plain - 0.4 * model.cache(rows)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind", "merged"),
+    [("1x1", "same", False), ("8x1", "int8", False), ("4x2", "same", True), ("1x1", "int8", True)],
+)
+def test_a_pinned_copy_has_buffers_of_its_own(mesh: Any, kind: Narrow, merged: bool) -> None:
+    """All of it, in bytes of one device, also where nothing is gathered."""
+    mesh, lora = mesh_of(mesh), LoRAConfig(dim=2)
+    model = ModelMemory(OPT, mesh, BFLOAT16, lora, scalar=False, fused_attention=False)
+    shapes = abstract_params(model.specs, model.store, BFLOAT16)
+    with jax.set_mesh(mesh):
+        params = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype, out_sharding=x.sharding), shapes
+        )
+    engine = HybridEngine(OPT, mesh, (), merge_adapters=merged, weights=kind)
+    held, kept = (
+        {
+            shard.unsafe_buffer_pointer(): shard.nbytes
+            for leaf in jax.tree.leaves(tree)
+            for shard in [leaf.addressable_shards[0].data]
+        }
+        for tree in (params, engine.pin(params))
+    )
+    assert not held.keys() & kept.keys()
+    assert model.pinned(kind, merged=merged) == sum(kept.values())
 
 
 def test_rounded_generation_on_a_gpu(h200: Any) -> None:

@@ -18,12 +18,11 @@ from rlhf_jax.engine.ppo_step import (
     ScoringSettings,
     UpdateSettings,
     actor_loss,
-    join_rows,
     num_actions,
     ppo_update,
-    row_scores,
     score_rollout,
 )
+from rlhf_jax.engine.row_passes import join_rows, row_scores
 from rlhf_jax.engine.state import create_state
 from rlhf_jax.engine.step import gradients
 from rlhf_jax.models.decoder import Remat, forward

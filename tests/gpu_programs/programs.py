@@ -12,6 +12,7 @@ from meshes.axes import DATA, GEN, TP
 from meshes.layout import Layout, MeshShape
 from rlhf_jax.data.batches import PromptBatch, TextBatch
 from rlhf_jax.data.packing import PackedBatch
+from rlhf_jax.data.placing import sizes
 from rlhf_jax.engine.generate import Rollout
 from rlhf_jax.engine.hybrid import HybridEngine
 from rlhf_jax.engine.optimizer import OptimizerConfig, make_optimizer
@@ -23,6 +24,7 @@ from rlhf_jax.inference.ppo import make_cast
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.narrow import Narrow
 from rlhf_jax.models.opt import SIZES
+from rlhf_jax.models.packed_rows import Places
 from rlhf_jax.models.params import abstract_params, param_specs, scalar_specs, store_layout
 from rlhf_jax.objectives.adaptive import Control
 from rlhf_jax.objectives.experience import Experience
@@ -76,7 +78,9 @@ class Iteration:
         return jax.set_mesh(self.mesh)
 
     def trace(self, name: str) -> jax.stages.Traced:
-        """`generate`, `score`, `update`, `supervised` or `packed`."""
+        """`generate`, `score`, `update`, `supervised`, `packed`, `packed_score` or
+        `packed_update`.
+        """
         with self.context():
             return getattr(self, name)()
 
@@ -170,11 +174,22 @@ class Iteration:
             self.policy, self.prompts(self.engine.rollout), key=self.key()
         )
 
-    def score(self) -> jax.stages.Traced:
+    def score(self, places: Places | None = None) -> jax.stages.Traced:
         """Reference log-probabilities, values and rewards of a rollout."""
         models = Scorers(self.policy, self.policy, self.scorer, self.scorer)
-        prompts = self.prompts(self.engine.compute)
-        return self.programs.score.trace(models, prompts, self.rollout(), None, Control(None, None))
+        args = self.prompts(self.engine.compute), self.rollout(), None, Control(None, None)
+        return self.programs.score.trace(models, *args, places)
+
+    def packed_score(self) -> jax.stages.Traced:
+        """The same where rows share sequences."""
+        return self.score(self.places(1))
+
+    def places(self, num_parts: int) -> Places:
+        """Of rows that fill five eighths of what they might."""
+        counts = self.array(self.engine.compute)
+        groups = self.engine.compute.batch_size_divisor * num_parts
+        num_sequences, lengths = sizes(self.rows.batch // groups, self.rows.length)
+        return Places(counts, counts, num_sequences, lengths[4])
 
     def states(self) -> tuple[Any, Any]:
         """What trains: actor and critic."""
@@ -186,7 +201,11 @@ class Iteration:
                 )
             )
 
-    def update(self) -> jax.stages.Traced:
+    def packed_update(self) -> jax.stages.Traced:
+        """One PPO step on rows that share sequences."""
+        return self.update(self.places(self.parts))
+
+    def update(self, places: Places | None = None) -> jax.stages.Traced:
         """One PPO step of actor and critic."""
         layout = self.engine.compute
         floats, counts = self.array(layout, "R", jnp.float32), self.array(layout)
@@ -205,7 +224,8 @@ class Iteration:
         )
         rows = self.whole((self.rows.batch,), jnp.int32)
         stopped = self.whole((), jnp.bool_)
-        return self.programs.update.trace(*self.states(), experience, rows, stopped)
+        args = *self.states(), experience, rows, stopped
+        return self.programs.update.trace(*args, places=places)
 
     def supervised(self) -> jax.stages.Traced:
         """One step of supervised fine-tuning of the actor."""

@@ -25,7 +25,7 @@ from jax.experimental import topologies
 from meshes.layout import make_mesh, parse_mesh
 from tests.gpu_programs.hlo import Module, parse
 from tests.gpu_programs.thunks import Thunk, parse_thunks
-from tests.meshes.compiled import fresh_compiler
+from tests.meshes.compiled import fresh_compiler, optimizing_compiler
 
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 TARGET = Path(__file__).parents[1] / "kernels" / "h200_target_config.txtpb"
@@ -96,7 +96,7 @@ def compile_for_gpu(lowered: jax.stages.Lowered) -> Program:
 
 
 def _compile(lowered: jax.stages.Lowered) -> Program:
-    with fresh_compiler(), tempfile.TemporaryDirectory() as dump:
+    with optimizing_compiler(), fresh_compiler(), tempfile.TemporaryDirectory() as dump:
         options: Any = {"xla_dump_to": dump}
         compiled = lowered.compile(options)
         # The second file is there where a pass changed the sequence: where there are graphs.

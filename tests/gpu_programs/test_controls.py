@@ -44,7 +44,8 @@ def decode(q_BHK, caches, *, stacked: bool):
         positions = jnp.full(B, i, jnp.int32)
         new = []
         for layer in range(LAYERS):
-            out, k, v = decode_attention(q, q, q, positions, *caches[layer])
+            qkv = jnp.stack([q, q, q], axis=2)
+            out, k, v = decode_attention(qkv, positions, *caches[layer])
             new.append((k, v))
             q = q + out
         if stacked:

@@ -18,7 +18,7 @@ from rlhf_jax.models.params import (
 from rlhf_jax.models.scoring import CHUNK
 from tests.gpu_programs import checks
 from tests.gpu_programs.conftest import Compile
-from tests.gpu_programs.programs import Iteration
+from tests.gpu_programs.programs import Iteration, Rows
 
 pytestmark = pytest.mark.gpu_programs
 
@@ -189,3 +189,11 @@ def test_memory_stays_within_the_plan(compiled: Compile, mesh: str, inference_tp
         held = sum(plan.held[owner]["weights"] for owner in ("reference", "critic", "reward"))
     share = program.memory.total / (held + plan.programs[name])
     assert (0.75 if mesh == "1x1" else 0.5) <= share <= 1.1
+
+
+def test_the_plan_is_right_where_eight_devices_are_full(compiled: Compile):
+    """Each has 16 rows of 512 tokens: logits and the unembedding's gradient fill their room."""
+    iteration, program = compiled("update", "8x1", 8, rows=Rows(128, 256, 256))
+    plan = iteration.plan
+    held = sum(sum(plan.held[owner].values()) for owner in ("actor", "critic"))
+    assert 0.95 <= program.memory.total / (held + plan.programs["update"]) <= 1.05

@@ -78,6 +78,18 @@ def test_slots_change_no_metric(learned, directory_of) -> None:
     assert metrics == pytest.approx(learned["metrics"][0], rel=1e-4, abs=1e-6)
 
 
+def test_packing_changes_no_metric(learned, directory_of) -> None:
+    """Two steps, the second from what the first one wrote; and it says what it saved."""
+    mesh = "1x1" if learned["policy"].mesh.size == 1 else "4x2"
+    policy = rlhf_jax.load(directory_of("llama"), mesh=mesh)
+    ppo = rlhf_jax.PPO(policy, Judge(), replace(CONFIG, packing=True))
+    for expected in learned["metrics"][:2]:
+        metrics = ppo.step(PROMPTS, level=list(range(7)))
+        saved = [metrics.pop(f"perf/{name}_tokens_saved") for name in ("score", "update")]
+        assert min(saved) > 0.1
+        assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+
 def test_the_policy_learns_what_the_function_rewards(learned) -> None:
     """By its own samples afterwards, not only by the metrics of training."""
     scores = [row["objective/scores"] for row in learned["metrics"]]

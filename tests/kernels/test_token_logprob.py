@@ -84,6 +84,34 @@ def test_kept_probabilities_change_no_gradient(case: cases.TokenLogprobCase) -> 
         np.testing.assert_allclose(a, b, rtol=0.03, atol=0.01 * np.abs(b).max())
 
 
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("count", [0, 1, 9, 12, 13, 26])
+def test_rows_that_do_not_count_are_left_out(count: int, keep: bool) -> None:
+    """In chunks of 4. Values of the others, and gradients of a loss that reads only them, are those
+    of the plain form; behind the last chunk with a row that counts stands 0.
+    """
+    case = cases.TokenLogprobCase("counted", 26, 16, 32, 30, 4)
+    hidden, unembed, targets = arrays(case, "float32")
+    weights = truth.normal(5, (2, case.tokens), "float32") * (jnp.arange(case.tokens) < count)
+    # What does not count may be anything.
+    hidden = hidden.at[-(-count // 4) * 4 :].set(jnp.nan)
+
+    def loss(hidden, unembed, count):
+        both = function(case, keep=keep)(hidden, unembed, targets, count=count)
+        return jnp.sum(weights * jnp.where(weights != 0, jnp.stack(both), 0)), both
+
+    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    (_, both), grads = run(hidden, unembed, jnp.int32(count))
+    zeros = jnp.where(jnp.isnan(hidden), 0, hidden)
+    want = truth.token_logprob(zeros, unembed, targets, case.valid_vocab, case.temperature)
+    for got, expected in zip(both, want, strict=True):
+        truth.assert_close(got[:count], expected[:count], "float32")
+        np.testing.assert_array_equal(got[-(-count // 4) * 4 :], 0)
+    (_, _), plain = run(zeros, unembed, None)
+    for a, b in zip(grads, plain, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
 def test_gradient_equals_difference_of_truth() -> None:
     case = cases.TOKEN_LOGPROB_TESTS[1]
     hidden, unembed, targets = (np.asarray(x) for x in arrays(case, "float32"))

@@ -19,7 +19,8 @@ from rlhf_jax.data.batches import PairBatch, PromptBatch, TextBatch
 from rlhf_jax.engine.ema import start_ema
 from rlhf_jax.engine.generate import Decoding, generate
 from rlhf_jax.engine.hybrid import HybridEngine
-from rlhf_jax.engine.ppo_step import ModelOnMesh, Scorers
+from rlhf_jax.engine.ppo_step import Scorers
+from rlhf_jax.engine.row_passes import ModelOnMesh
 from rlhf_jax.engine.state import TrainState, create_state
 from rlhf_jax.engine.step import train_step
 from rlhf_jax.hf.pretrained import Pretrained, find_pretrained

@@ -10,7 +10,7 @@ from meshes.layout import make_mesh, parse_mesh
 from meshes.reshard import put_batch
 from rlhf_jax.data.batches import collate_pairs
 from rlhf_jax.data.tokenize import PairRow
-from rlhf_jax.engine.ppo_step import ModelOnMesh
+from rlhf_jax.engine.row_passes import ModelOnMesh
 from rlhf_jax.models.decoder import forward
 from rlhf_jax.models.layers import logits_from_hidden
 from rlhf_jax.models.params import compute_layout, param_specs, store_layout

@@ -79,6 +79,44 @@ def test_what_settings_add_to_the_actors_share(changes, bytes_a_parameter: float
     assert changed.resident - plain.resident == pytest.approx(expected, rel=0.01, abs=1)
 
 
+def test_packing_plans_no_more_tokens_and_longer_rows_of_attention_scores() -> None:
+    """Scores exist on a CPU alone; a token has them with up to 7 x 512 others."""
+    plain, packed = (config(packing=each, remat="none") for each in (False, True))
+    assert plan_stage(packed, "ppo", MODELS, ONE) == plan_stage(plain, "ppo", MODELS, ONE)
+    cpu = replace(ONE, platform="cpu")
+    without, found = (plan_stage(cfg, "ppo", MODELS, cpu) for cfg in (plain, packed))
+    assert found.held == without.held
+    for name in ("score", "update"):
+        assert 5 < found.programs[name] / without.programs[name] < 7
+
+
+@pytest.mark.parametrize("mesh", ["1x1", "8x1"])
+def test_a_pinned_copy_is_there_while_batches_are_scored(mesh: str) -> None:
+    """Two bytes a parameter, on each of 8 devices too; where generation gathers, it has them
+    without.
+    """
+    place, copy = Place(parse_mesh(mesh), inference_tp=1), 2 * ACTOR.num_params()
+    without, found = (
+        plan_stage(config(pin_rollout=each), "ppo", MODELS, place) for each in (False, True)
+    )
+    more = {name: size - without.programs[name] for name, size in found.programs.items()}
+    assert found.held == without.held
+    assert more["score"] == pytest.approx(copy, rel=0.01)
+    assert more["generate"] == pytest.approx(copy if mesh == "1x1" else 0, abs=0.01 * copy)
+    assert more["update"] == 0
+
+
+def test_a_pinned_copy_is_given_up_first() -> None:
+    pinned, without = (
+        config(pin_rollout=each, batch_size=8, actor_lora=LoRAConfig(dim=8, only=True))
+        for each in (True, False)
+    )
+    limit = plan_stage(without, "ppo", MODELS, ONE).peak
+    with pytest.raises(ValueError, match=r"use --ppo\.no-pin-rollout or --mesh"):
+        check_memory(pinned, "ppo", MODELS, ONE, limit)
+    assert not parse(["--ppo.no-pin-rollout"]).ppo.pin_rollout
+
+
 def test_adapters_alone_leave_one_copy_of_the_actor() -> None:
     lora = LoRAConfig(dim=8, only=True)
     plan = plan_stage(config(actor_lora=lora), "ppo", MODELS, ONE)

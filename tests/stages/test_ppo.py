@@ -15,8 +15,9 @@ from rlhf_jax.engine.ppo_step import UpdateSettings
 from rlhf_jax.engine.state import create_state
 from rlhf_jax.hf.pretrained import find_pretrained
 from rlhf_jax.objectives.adaptive import AdaptiveKL
-from rlhf_jax.stages.ppo import Programs, describe_correction, minibatches
+from rlhf_jax.stages.ppo import Programs, describe_correction
 from rlhf_jax.stages.ppo_config import PPOConfig
+from rlhf_jax.stages.ppo_rows import Scored, minibatches
 from rlhf_jax.stages.reward_plan import RewardPlan
 from rlhf_jax.stages.roles import Cast
 from tests.engine.drive import Driver
@@ -27,8 +28,9 @@ from tests.models.cases import OPT
 def rows_of(cfg: PPOConfig, step: int = 0, seed: int = 0) -> list[tuple[Any, list[int]]]:
     """(generated batch, its rows) of every optimizer step of an iteration."""
     valid_B = np.ones(cfg.batch_size, np.float32)
-    experiences: Any = [(n, valid_B) for n in range(cfg.generation_batches)]
-    return [(batch, rows.tolist()) for batch, rows in minibatches(cfg, experiences, seed, step)]
+    names: Any = range(cfg.generation_batches)
+    batches = [Scored(name, valid_B) for name in names]
+    return [(b.experience, rows.tolist()) for b, rows in minibatches(cfg, batches, seed, step)]
 
 
 CONFIGS = [
@@ -78,8 +80,9 @@ def test_rounded_rollouts_are_corrected_unless_told_otherwise(
 def test_a_minibatch_without_a_valid_row_is_left_out() -> None:
     cfg = PPOConfig(batch_size=8, minibatch_size=1)
     valid_B = np.array([1, 0, 1, 0, 0, 0, 0, 0], np.float32)
-    experiences: Any = [("batch", valid_B)]
-    seen = [int(rows[0]) for _, rows in minibatches(cfg, experiences, 0, 0)]
+    experience: Any = "batch"
+    batches = [Scored(experience, valid_B)]
+    seen = [int(rows[0]) for _, rows in minibatches(cfg, batches, 0, 0)]
     assert sorted(seen) == [0, 2]
 
 

@@ -10,14 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rlhf_jax.data.batches import PromptBatch
 from rlhf_jax.engine.ema import EMAConfig
 from rlhf_jax.stages.ppo import Programs, collect, update
 from rlhf_jax.stages.ppo_config import PPOConfig
+from rlhf_jax.stages.ppo_rows import Scored
 from rlhf_jax.stages.roles import Roles
 from tests.engine.drive import Driver, prompts
 from tests.models.cases import OPT
 
 ENGINE = Driver(OPT).engine
+DEALT = Driver(OPT, "2x1").engine
 
 
 @contextmanager
@@ -62,12 +65,13 @@ def test_every_update_reads_text_of_its_own_and_the_average_follows_as_often_as_
         return [*ema, actor]
 
     programs = Programs(score=None, score_evaluation=None, update=step, average=average)
-    data: Any = SimpleNamespace(ptx=SimpleNamespace(batch=np.int32))
-    experiences: Any = [("experience", np.ones(8, np.float32))]
+    data: Any = SimpleNamespace(ptx=SimpleNamespace(batch=np.int32), max_prompt=6)
+    experience: Any = "experience"
+    batches = [Scored(experience, np.ones(8, np.float32))]
     now, ema = roles(0), cast(Any, [])
     for iteration in range(2):
         now, ema, losses = update(
-            run_of(cfg), now, ema, ENGINE, programs, data, experiences, iteration
+            run_of(cfg), now, ema, ENGINE, programs, data, batches, iteration
         )  # fmt: skip
         assert len(losses) == cfg.updates_per_iteration
     assert texts == list(range(8))
@@ -87,22 +91,70 @@ def test_batches_of_an_iteration_are_new_and_each_hands_its_control_to_the_next(
         keys.append(key)
         return rows.sample_ids_B
 
-    def score(scorers, rows, rollout, extra, control):
+    def score(scorers, rows, rollout, extra, control, places):
         del scorers, extra
+        assert places is None
         np.testing.assert_array_equal(rows.sample_ids_B, rollout)
         return int(rollout[0]), control + 1, {"control": jnp.float32(control)}
 
     programs = Programs(score=score, score_evaluation=None, update=None, average=None)
     engine: Any = SimpleNamespace(compute=ENGINE.compute, generate=generate)
     host: Any = SimpleNamespace(score=lambda *args: None, metrics=lambda scored: {})
-    data: Any = SimpleNamespace(train=SimpleNamespace(batch=batch), rows={})
+    data: Any = SimpleNamespace(train=SimpleNamespace(batch=batch), rows={}, max_prompt=6)
     control: Any = 10
     actor = roles(SimpleNamespace(params=None))
     with jax.set_mesh(ENGINE.mesh):
-        experiences, control, metrics = collect(
+        batches, control, metrics = collect(
             run_of(cfg), actor, control, engine, programs, host, data, 2
         )
-    assert asked == [number for number, _ in experiences] == [6, 7, 8]
+    assert asked == [scored.experience for scored in batches] == [6, 7, 8]
     assert len(set(keys)) == 3
     assert control == 13
     assert metrics["control"] == 11
+
+
+def test_packed_rows_are_scored_and_trained_where_their_own_tokens_stand():
+    """Of two generated batches, in an order that is drawn and then dealt out."""
+    cfg = PPOConfig(
+        batch_size=32, minibatch_size=16, generation_batches=2, max_answer_seq_len=12, packing=True
+    )
+    lengths, seen = {}, []
+
+    def batch(number: int) -> PromptBatch:
+        asked = np.random.default_rng(number).integers(1, 5, 32).astype(np.int32)
+        lengths[number] = asked + np.arange(32) % 12 + 1
+        ids = np.full(32, number, np.int32)
+        return PromptBatch(np.zeros((32, 8), np.int32), asked, ids, np.ones(32, np.float32))
+
+    def generate(policy, rows, sampling, *, key):
+        del policy, sampling, key
+        answers = lengths[int(rows.sample_ids_B[0])] - rows.lengths_B
+        return SimpleNamespace(tokens_BR=np.zeros((32, 12)), lengths_B=jnp.asarray(answers))
+
+    def score(scorers, rows, rollout, extra, control, places):
+        del scorers, rollout, extra
+        number = int(np.asarray(rows.sample_ids_B)[0])
+        np.testing.assert_array_equal(places.lengths_B, lengths[number])
+        width = rows.tokens_BP.shape[1] + 12
+        return SimpleNamespace(number=number, tokens_BT=np.zeros((32, width))), control, {}
+
+    def step(actor, critic, experience, rows, stopped, text, *, places, **kept):
+        del text, kept
+        np.testing.assert_array_equal(places.lengths_B, lengths[experience.number][rows])
+        seen.extend((experience.number, int(row)) for row in rows)
+        return actor, critic, stopped, {}
+
+    programs = Programs(score=score, score_evaluation=None, update=step, average=None)
+    engine: Any = SimpleNamespace(compute=DEALT.compute, generate=generate)
+    host: Any = SimpleNamespace(score=lambda *args: None, metrics=lambda scored: {})
+    data: Any = SimpleNamespace(
+        train=SimpleNamespace(batch=batch), rows={}, ptx=None, max_prompt=12
+    )
+    run, now, control = run_of(cfg), roles(SimpleNamespace(params=None)), cast(Any, 0)
+    with jax.set_mesh(DEALT.mesh):
+        batches, _, metrics = collect(run, now, control, engine, programs, host, data, 0)
+        _, _, losses = update(run, now, None, engine, programs, data, batches, 0)
+    assert sorted(seen) == [(number, row) for number in range(2) for row in range(32)]
+    # Of rows of their bucket in scoring and in updates, whatever is the widest.
+    assert metrics["perf/score_tokens_saved"] > 0.2
+    assert all(each["perf/update_tokens_saved"] > 0.2 for each in losses)

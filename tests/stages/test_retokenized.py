@@ -17,7 +17,8 @@ from rlhf_jax.data.records import Dialogue, Message, Record
 from rlhf_jax.data.render import Renderer
 from rlhf_jax.data.tokenize import PromptRow, tokenize_sft
 from rlhf_jax.engine.generate import Rollout
-from rlhf_jax.engine.ppo_step import ModelOnMesh, ScoringSettings, answer_scores, join_rows
+from rlhf_jax.engine.ppo_step import ScoringSettings, answer_scores
+from rlhf_jax.engine.row_passes import ModelOnMesh, join_rows
 from rlhf_jax.models.params import compute_layout, scalar_specs, store_layout
 from rlhf_jax.objectives.experience import RewardSettings
 from rlhf_jax.stages.retokenized import SHORTEST, TextScorer, TextWriter, bucket

@@ -18,7 +18,7 @@ from meshes.spec import ParamSpec
 from rlhf_jax.engine.offloaded import piece_name
 from rlhf_jax.engine.optimizer import MomentsDtype, Optim
 from rlhf_jax.engine.slots import group_size
-from rlhf_jax.models.adapted import without_adapters
+from rlhf_jax.models.adapted import is_adapted, without_adapters
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.decoder import Remat
 from rlhf_jax.models.lora import LoRAConfig, adapted_specs, adapters_in, split, trains
@@ -44,11 +44,15 @@ FACTORED = 128
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of tokens that one program reads; `counted` positions of each have logits."""
+    """Rows of tokens that one program reads; `counted` positions of each have logits.
+
+    Where rows share sequences, `sequence` is the most tokens of one.
+    """
 
     rows: int
     length: int
     counted: int
+    sequence: int | None = None
 
 
 @dataclass(frozen=True)
@@ -173,10 +177,23 @@ class ModelMemory:
             if self.rollout.spec(*matrix.axes) == self.store.spec(*matrix.axes)
         )
 
+    def pinned(self, weights: Narrow = "same", *, merged: bool = False) -> int:
+        """All that decoding reads, where it is kept between generations: buffers of its own, also
+        of what STORE and GENERATE have alike.
+        """
+        specs = self.specs
+        if merged:
+            specs = jax.tree.map(
+                lambda node: plain_spec(node.base_FD) if is_adapted(node) else node,
+                specs, is_leaf=is_adapted,
+            )  # fmt: skip
+        return tree_bytes(declare_narrow(specs, weights), self.rollout, self.itemsize)
+
     def generating(
         self,
         rows: Rows,
         *,
+        pinned: bool = False,
         merged: bool = False,
         slots: int | None = None,
         weights: Narrow = "same",
@@ -200,6 +217,8 @@ class ModelMemory:
             self.rollout, (at_once, self.cfg.padded_vocab), ("batch", None), 2 * FLOAT32
         )
         copies = self.rollout_copy(weights) + (self.merged_copy() if merged else 0)
+        if pinned:
+            copies = self.pinned(weights, merged=merged)
         return copies + cache * (layers - 1) // layers + last + logits
 
     def scoring(self, rows: Rows) -> int:
@@ -211,7 +230,7 @@ class ModelMemory:
         """The gradient of `rows` in so many parts: what earlier parts added up, what the forward
         pass keeps for the backward pass, and the larger of the head and a layer of it.
         """
-        part = Rows(rows.rows // num_parts, rows.length, rows.counted)
+        part = replace(rows, rows=rows.rows // num_parts)
         total, kept = self.held_gradients(num_parts), self.cfg.num_layers * self.kept(part, remat)
         layer = self.layer_backward(part) + 2 * self.gathered_layer()
         outer, head = self.gathered_outer(), self.head_backward(part, remat)
@@ -265,11 +284,14 @@ class ModelMemory:
         }
 
     def scores(self, rows: Rows) -> int:
-        """The matrix of attention scores, where there is one, and its softmax: float32."""
+        """The matrix of attention scores, where there is one, and its softmax: float32. A token of
+        a sequence has one with every other, whichever rows they are of.
+        """
         if self.fused_attention:
             return 0
         heads, length = self.cfg.num_heads, rows.length
-        shape, axes = (rows.rows, heads, length, length), ("batch", "heads", None, None)
+        keys = max(length, rows.sequence or 0)
+        shape, axes = (rows.rows, heads, length, keys), ("batch", "heads", None, None)
         return 2 * local_bytes(self.compute, shape, axes, FLOAT32)
 
     def gathered_layer(self) -> int:
@@ -286,15 +308,15 @@ class ModelMemory:
         return 0 if self.scalar else 2 * self.logits(rows)
 
     def head_backward(self, rows: Rows, remat: Remat) -> int:
-        """Logits of a chunk, their gradient, the float32 gradient of the unembedding, and the
-        probabilities where they are kept.
+        """Logits of a chunk, their gradient, the float32 gradient of the unembedding (rounded too,
+        where it is whole before it is scattered), and the probabilities where they are kept.
         """
         if self.scalar:
             return 0
         cfg, table = self.cfg, ("vocab", None)
         gradient = local_bytes(self.compute, (cfg.padded_vocab, cfg.embed_width), table, FLOAT32)
         kept = keeps_products(remat) * self.scored(rows) * self.columns * self.itemsize
-        return 2 * self.logits(rows) + gradient + kept
+        return 2 * self.logits(rows) + gradient + kept + self.gathered_outer()
 
     def logits(self, rows: Rows) -> int:
         return FLOAT32 * min(CHUNK, self.scored(rows)) * self.columns

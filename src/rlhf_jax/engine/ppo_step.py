@@ -9,15 +9,21 @@ import jax.numpy as jnp
 import optax
 
 from meshes.layout import Layout
-from meshes.reshard import local_shards
 from rlhf_jax.data.batches import TextBatch
 from rlhf_jax.engine.generate import Rollout
+from rlhf_jax.engine.row_passes import (
+    ModelOnMesh,
+    answer_logprobs,
+    answer_values,
+    join_rows,
+    row_scores,
+)
 from rlhf_jax.engine.state import AnyOptimizer, TrainState, apply_gradients
 from rlhf_jax.engine.step import Metrics, all_finite, fold_step, gradients
-from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.decoder import Remat, forward
+from rlhf_jax.models.packed_rows import Places
 from rlhf_jax.models.params import Params, ScalarModel
-from rlhf_jax.models.scoring import scalar_scores, score_tokens, take_window
+from rlhf_jax.models.scoring import score_tokens, take_window
 from rlhf_jax.objectives.adaptive import AdaptiveKL, Control, adapt_kl_coef, scale_scores
 from rlhf_jax.objectives.experience import Experience, RewardSettings, build_experience
 from rlhf_jax.objectives.losses import policy_loss, prediction_mask, sft_loss, value_loss
@@ -54,14 +60,6 @@ class Scorers:
 
 
 @dataclass(frozen=True)
-class ModelOnMesh:
-    """A model's config and the layout that its forward passes run in."""
-
-    cfg: ModelConfig
-    layout: Layout
-
-
-@dataclass(frozen=True)
 class ScoringSettings:
     """How a rollout becomes experience; static under jit.
 
@@ -80,47 +78,8 @@ class ScoringSettings:
     center_scores: bool = False
     rollout_is_threshold: float | None = None
 
-
-def join_rows(
-    prompts_BP: jax.Array, prompt_lengths_B: jax.Array, answers_BR: jax.Array, layout: Layout
-) -> jax.Array:
-    """Prompt and answer in one row, `[B, P + R]`, right-padded with 0."""
-
-    def local(prompts: jax.Array, lengths: jax.Array, answers: jax.Array) -> jax.Array:
-        rows = jnp.pad(prompts, ((0, 0), (0, answers.shape[1])))
-        return jax.vmap(lambda row, n, answer: jax.lax.dynamic_update_slice(row, answer, (n,)))(
-            rows, lengths, answers
-        )
-
-    rows = ("batch", None)
-    run = local_shards(local, layout, in_axes=(rows, ("batch",), rows), out_axes=rows)
-    return run(prompts_BP, prompt_lengths_B, answers_BR)
-
-
-def answer_logprobs(
-    params: Params[jax.Array],
-    tokens_BT: jax.Array,
-    prompt_lengths_B: jax.Array,
-    num_answer: int,
-    model: ModelOnMesh,
-    temperature: float,
-    remat: Remat = "none",
-) -> tuple[jax.Array, jax.Array]:
-    """Log p of every answer token and the entropy there, `[B, R]`: no logits elsewhere."""
-    hidden = forward(params, tokens_BT, model.cfg, model.layout, remat=remat)
-    hidden = take_window(hidden, prompt_lengths_B - 1, num_answer, model.layout)
-    targets = take_window(tokens_BT, prompt_lengths_B, num_answer, model.layout)
-    return score_tokens(
-        params, hidden, targets, model.cfg, model.layout, temperature=temperature, remat=remat
-    )
-
-
-def row_scores(
-    model: ScalarModel[jax.Array], tokens_BT: jax.Array, place: ModelOnMesh, remat: Remat = "none"
-) -> jax.Array:
-    """The scalar head's value at every position, `[B, T]`."""
-    hidden = forward(model.body, tokens_BT, place.cfg, place.layout, remat=remat)
-    return scalar_scores(model, hidden)
+    def __post_init__(self) -> None:
+        assert self.recompute_logprobs or self.rollout_is_threshold is None
 
 
 def score_rollout(
@@ -129,6 +88,7 @@ def score_rollout(
     rollout: Rollout,
     extra_scores_B: jax.Array | None,
     control: Control,
+    places: Places | None = None,
     *,
     actor: ModelOnMesh,
     critic: ModelOnMesh,
@@ -138,8 +98,8 @@ def score_rollout(
     """Reference log-probabilities, values and rewards of a rollout: its experience and metrics.
 
     `extra_scores_B` are added to the reward model's scores, and `control` is what this batch used
-    on the way in, and what the next one uses on the way out. `reward` is None where the reward
-    model has the critic's sizes.
+    on the way in, and what the next one uses on the way out. Where rows have `places`, they go
+    through the models in sequences. `reward` is None where the reward model has the critic's sizes.
     """
     layout = actor.layout
     rollout = jax.tree.map(
@@ -148,9 +108,8 @@ def score_rollout(
     )
     starts, num_answer = prompts.lengths_B, rollout.tokens_BR.shape[1]
     tokens = join_rows(prompts.tokens_BP, starts, rollout.tokens_BR, layout)
-    args = (tokens, starts, num_answer, actor, settings.temperature)
+    args = (tokens, starts, num_answer, actor, settings.temperature, "none", places)
     ref_logprobs, _ = answer_logprobs(models.reference, *args)
-    assert settings.recompute_logprobs or settings.rollout_is_threshold is None
     logprobs, entropies, weights, shift = rollout.logprobs_BR, None, None, {}
     if settings.recompute_logprobs:
         logprobs, entropies = answer_logprobs(models.actor, *args)
@@ -158,11 +117,9 @@ def score_rollout(
         weights, shift = compare_with_rollout(
             logprobs, rollout.logprobs_BR, mask, threshold=settings.rollout_is_threshold
         )
-    values = take_window(
-        row_scores(models.critic, tokens, critic), starts - 1, num_answer, critic.layout
-    )
+    values = answer_values(models.critic, tokens, starts, num_answer, critic, places=places)
     scores = add_scores(
-        answer_scores(models.reward, tokens, starts, rollout, reward or critic, settings),
+        answer_scores(models.reward, tokens, starts, rollout, reward or critic, settings, places),
         extra_scores_B,
     )
     scaled, rewarded = scale_scores(control, scores, prompts.valid_B, center=settings.center_scores)
@@ -193,6 +150,7 @@ def answer_scores(
     rollout: Rollout,
     place: ModelOnMesh,
     settings: ScoringSettings,
+    places: Places | None = None,
 ) -> jax.Array | None:
     """The reward model's score of each answer, standardised and weighted.
 
@@ -204,10 +162,9 @@ def answer_scores(
     last = prompt_lengths_B + rollout.lengths_B - 1
     if not settings.reward.train_eos:
         last = last - rollout.ended_B
-    raw = take_window(row_scores(reward, tokens_BT, place), jnp.maximum(last, 0), 1, place.layout)[
-        :, 0
-    ]
-    scores = standardize_scores(raw, mean=settings.score_mean, std=settings.score_std)
+    read = row_scores(reward, tokens_BT, place, places=places)
+    raw_B1 = take_window(read, jnp.maximum(last, 0), 1, place.layout, places)
+    scores = standardize_scores(raw_B1[:, 0], mean=settings.score_mean, std=settings.score_std)
     return settings.reward_model_weight * scores
 
 
@@ -242,12 +199,16 @@ def num_actions(batch: Experience) -> jax.Array:
 
 
 def actor_loss(
-    params: Params[jax.Array], batch: Experience, model: ModelOnMesh, settings: UpdateSettings
+    params: Params[jax.Array],
+    batch: Experience,
+    model: ModelOnMesh,
+    settings: UpdateSettings,
+    places: Places | None = None,
 ) -> tuple[jax.Array, Metrics]:
     """The clipped surrogate, less the entropy bonus."""
     logprobs, entropies = answer_logprobs(
         params, batch.tokens_BT, batch.prompt_lengths_B, batch.mask_BR.shape[1],
-        model, settings.temperature, settings.remat,
+        model, settings.temperature, settings.remat, places,
     )  # fmt: skip
     loss, metrics = policy_loss(
         logprobs, batch.logprobs_BR, batch.advantages_BR, batch.mask_BR, batch.weights_BR,
@@ -293,10 +254,13 @@ def critic_loss(
     batch: Experience,
     place: ModelOnMesh,
     settings: UpdateSettings,
+    places: Places | None = None,
 ) -> tuple[jax.Array, Metrics]:
     """The clipped value loss."""
-    scores = row_scores(model, batch.tokens_BT, place, settings.remat)
-    values = take_window(scores, batch.prompt_lengths_B - 1, batch.mask_BR.shape[1], place.layout)
+    values = answer_values(
+        model, batch.tokens_BT, batch.prompt_lengths_B, batch.mask_BR.shape[1],
+        place, settings.remat, places,
+    )  # fmt: skip
     loss, metrics = value_loss(
         values, batch.values_BR, batch.returns_BR, batch.mask_BR, clip=settings.value_clip_range
     )
@@ -346,6 +310,7 @@ def ppo_gradients(
     *,
     frozen: tuple[Any, Any] = (None, None),
     key: jax.Array | None = None,
+    places: Places | None = None,
     actor_place: ModelOnMesh,
     critic_place: ModelOnMesh,
     settings: UpdateSettings,
@@ -354,19 +319,16 @@ def ppo_gradients(
 
     `frozen` holds what of actor and critic does not train; with a `key` their adapters drop out.
     Where there is pretraining text (`ptx`), the gradient of its loss is added to the actor's.
+    `places` are those of `rows`, in their order and with sequences of each part's own.
     """
-    batch = take_rows(experience, rows, actor_place.layout)
+    batch = take_rows(experience, rows, actor_place.layout), places
     parts = settings.num_parts
     keys = (None,) * 3 if key is None else jax.random.split(fold_step(key, actor), 3)
     actor_grads, actor_value, metrics = gradients(
-        lambda p, b: actor_loss(p, b, actor_place, settings),
-        actor.params,
-        batch,
-        num_actions,
-        parts,
-        frozen=frozen[0],
-        key=keys[0],
-    )
+        lambda p, b: actor_loss(p, b[0], actor_place, settings, b[1]),
+        actor.params, batch, lambda b: num_actions(b[0]), parts,
+        frozen=frozen[0], key=keys[0],
+    )  # fmt: skip
     if ptx is not None:
         text_grads, text_value, text_metrics = gradients(
             lambda p, b: ptx_loss(p, b, actor_place, settings),
@@ -378,8 +340,8 @@ def ppo_gradients(
     # Nothing else orders the two: interleaved, what both forward passes keep is alive at once.
     batch, actor_grads = jax.lax.optimization_barrier((batch, actor_grads))
     critic_grads, critic_value, critic_metrics = gradients(
-        lambda p, b: critic_loss(p, b, critic_place, settings),
-        critic.params, batch, num_actions, parts,
+        lambda p, b: critic_loss(p, b[0], critic_place, settings, b[1]),
+        critic.params, batch, lambda b: num_actions(b[0]), parts,
         frozen=frozen[1], key=keys[2],
     )  # fmt: skip
     norms = optax.tree.norm(actor_grads), optax.tree.norm(critic_grads)

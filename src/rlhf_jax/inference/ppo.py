@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from meshes.reshard import put_batch, put_rows
 from rlhf_jax.data.batches import collate_prompts
@@ -14,7 +13,8 @@ from rlhf_jax.data.encoder import Encoder
 from rlhf_jax.data.tokenize import PromptRow
 from rlhf_jax.engine.hybrid import HybridEngine
 from rlhf_jax.engine.optimizer import OptimizerConfig, Rates, learning_rates, make_optimizer
-from rlhf_jax.engine.ppo_step import ModelOnMesh, Scorers
+from rlhf_jax.engine.ppo_step import Scorers
+from rlhf_jax.engine.row_passes import ModelOnMesh
 from rlhf_jax.engine.state import create_state
 from rlhf_jax.inference.rows import Text, bucket, encode
 from rlhf_jax.inference.session import Model
@@ -26,9 +26,9 @@ from rlhf_jax.models.params import (
     param_specs,
     scalar_specs,
 )
-from rlhf_jax.objectives.experience import Experience
-from rlhf_jax.stages.ppo import Companions, Programs, means, minibatches
+from rlhf_jax.stages.ppo import Companions, Programs, means
 from rlhf_jax.stages.ppo_config import PPOConfig
+from rlhf_jax.stages.ppo_rows import RowPacking, Scored, minibatches
 from rlhf_jax.stages.reward_functions import RewardFunction
 from rlhf_jax.stages.reward_plan import RewardPlan, token_difference
 from rlhf_jax.stages.roles import Cast, Roles
@@ -117,26 +117,32 @@ class PPO:
             scores = self._host.score(batch, dict(enumerate(rows)), rollout, None)
             extra = scores and put_rows(scores.total_B, layout, "batch")
             models = Scorers(roles.policy, roles.reference, roles.value_model, roles.reward)
+            packing = RowPacking.create(cfg, layout, length)
+            sizes = packing.sizes(batch, rollout)
+            batch, places, saved = packing.score(batch, sizes)
             experience, self._control, metrics = self._programs.score(
-                models, put_batch(batch, layout), rollout, extra, self._control
-            )
-            losses = self._update(experience, batch.valid_B)
-        metrics |= self._host.metrics([scores]) | means(losses)
+                models, put_batch(batch, layout), rollout, extra, self._control,
+                put_batch(places, layout),
+            )  # fmt: skip
+            losses = self._update(Scored(experience, batch.valid_B, sizes), packing)
+        metrics |= self._host.metrics([scores]) | means(losses) | saved
         metrics.setdefault("rollout/logprob_diff_mean", losses[0]["policy/abs_log_ratio"])
         self.num_steps += 1
         return {name: float(value) for name, value in jax.device_get(metrics).items()}
 
-    def _update(self, experience: Experience, valid_B: np.ndarray) -> list[Any]:
+    def _update(self, batch: Scored, packing: RowPacking) -> list[Any]:
         """The optimizer steps on one batch; leaves the new policy in the model."""
         cfg, layout = self._config, self._engine.compute
         stopped, losses = jnp.bool_(False), []
-        for part, rows in minibatches(cfg, [(experience, valid_B)], self._seed, self.num_steps):
+        for _, rows in minibatches(cfg, [batch], self._seed, self.num_steps):
+            rows, places, saved = packing.minibatch(rows, batch)
             actor, critic, stopped, values = self._programs.update(
-                self.roles.actor, self.roles.critic, part, put_rows(rows, layout, None), stopped
-            )
+                self.roles.actor, self.roles.critic, batch.experience,
+                put_rows(rows, layout, None), stopped, places=put_batch(places, layout),
+            )  # fmt: skip
             self.roles = replace(self.roles, actor=actor, critic=critic)
             self.policy.params = actor.params
-            losses.append(values)
+            losses.append(values | saved)
         return losses
 
     def _rows(self, prompts: Sequence[Text], columns: dict[str, Sequence[Any]]) -> list[PromptRow]:

@@ -9,6 +9,7 @@ from meshes.offload import to_device
 from meshes.reshard import local_shards
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.layers import unembedding
+from rlhf_jax.models.packed_rows import Places, read_rows
 from rlhf_jax.models.params import Params, ScalarModel
 from rlhf_jax.models.remat import Remat, keeps_products
 
@@ -24,17 +25,21 @@ def score_tokens(
     *,
     temperature: float = 1.0,
     remat: Remat = "full",
+    counts_B: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Log p(target) and the entropy at every position, `[B, T]` float32 each.
 
     Logits exist for a chunk of positions at a time, and on a tensor-parallel device for its part of
     the vocabulary. The unembedding is gathered once. Where `remat` keeps products of the layers,
     the backward pass is given probabilities instead of computing logits anew.
+
+    With `counts_B` only so many positions of a shard count as its rows have together, the first
+    ones; chunks behind them are left out.
     """
     vocab_axes = layout.mesh_axes("vocab")
     assert len(vocab_axes) <= 1, "a device computes logits of one block of the vocabulary"
 
-    def local(unembed: jax.Array, hidden: jax.Array, targets: jax.Array):
+    def local(unembed: jax.Array, hidden: jax.Array, targets: jax.Array, counts: jax.Array | None):
         logprob, entropy = token_logprob(
             hidden.reshape(-1, hidden.shape[-1]),
             unembed,
@@ -44,27 +49,37 @@ def score_tokens(
             chunk=CHUNK,
             vocab_axis=vocab_axes[0] if vocab_axes else None,
             keep_probs=keeps_products(remat),
+            count=None if counts is None else counts.sum(dtype=jnp.int32),
         )
         return logprob.reshape(targets.shape), entropy.reshape(targets.shape)
 
-    rows = ("batch", None)
+    rows, counted = ("batch", None), None if counts_B is None else ("batch",)
     run = local_shards(
         local,
         layout,
-        in_axes=(("vocab", None), ("batch", None, None), rows),
+        in_axes=(("vocab", None), ("batch", None, None), rows, counted),
         out_axes=(rows, rows),
     )
     unembed = to_device(unembedding(params))
     unembed = jax.sharding.reshard(unembed, layout.sharding("vocab", None))
     with jax.named_scope("token_logprob"):
-        return run(unembed, hidden_BTW, targets_BT)
+        return run(unembed, hidden_BTW, targets_BT, counts_B)
 
 
-def take_window(array_BT: jax.Array, start_B: jax.Array, length: int, layout: Layout) -> jax.Array:
+def take_window(
+    array_BT: jax.Array,
+    start_B: jax.Array,
+    length: int,
+    layout: Layout,
+    places: Places | None = None,
+) -> jax.Array:
     """`length` positions of every row from `start_B` on: `[B, T, ...]` to `[B, length, ...]`.
 
-    Rows that end earlier repeat their last position; callers mask those.
+    Rows that end earlier repeat their last position; callers mask those. Where rows have `places`,
+    the array is that of their sequences.
     """
+    if places is not None:
+        return read_rows(array_BT, start_B, length, places, layout)
 
     def local(array: jax.Array, start: jax.Array) -> jax.Array:
         index = jnp.minimum(start[:, None] + jnp.arange(length), array.shape[1] - 1)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from rlhf_jax.data.batches import PairBatch, collate_pairs
 from rlhf_jax.data.tokenize import PairRow, tokenize_pairs
-from rlhf_jax.engine.ppo_step import ModelOnMesh, answer_logprobs
+from rlhf_jax.engine.row_passes import ModelOnMesh, answer_logprobs
 from rlhf_jax.hf.export import save_hf
 from rlhf_jax.hf.pretrained import Pretrained
 from rlhf_jax.models.decoder import Remat

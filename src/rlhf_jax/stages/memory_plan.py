@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.attention.pallas import LARGEST_HEAD_SIZE
 from meshes.layout import MeshShape, abstract_mesh, default_inference_tp
+from rlhf_jax.data.placing import longest_sequence
 from rlhf_jax.engine.memory import FLOAT32, ModelMemory, Rows
 from rlhf_jax.hf.pretrained import Pretrained
 from rlhf_jax.models.config import ModelConfig
@@ -143,29 +144,42 @@ def plan_ppo(cfg: TrainConfig, models: Models, place: Place) -> Plan:
         held["reward"] = {"weights": frozen(base, ppo.frozen_dtype, ppo.offload_reward_model)}
     if ppo.ema.enable:
         held["average"] = {"weights": 0 if ppo.ema.offload else actor.gradients()}
-    part = replace(rows, rows=ppo.rows_per_step)
     parts = ppo.gradient_accumulation_steps
+    scored = in_sequences(rows, ppo, actor)
+    part = in_sequences(replace(rows, rows=ppo.rows_per_step), ppo, actor, parts)
     update = actor.training(part, ppo.remat, parts)
     if ppo.ptx_coef:
-        text = replace(part, counted=part.length - 1)
+        text = replace(part, counted=part.length - 1, sequence=None)
         both = actor.held_gradients(parts) + actor.training(text, ppo.remat, parts)
         update = max(update, both)
     update = max(update, actor.held_gradients(parts) + critic.training(part, ppo.remat, parts))
+    pinned = actor.pinned(ppo.rollout_weights, merged=ppo.merge_lora) if ppo.pin_rollout else 0
     programs = {
         "generate": actor.generating(
             rows,
+            pinned=ppo.pin_rollout,
             merged=ppo.merge_lora,
             slots=ppo.rollout_slots,
             weights=ppo.rollout_weights,
             kv_cache=ppo.rollout_kv_cache,
         ),
-        "score": max(actor.scoring(rows), critic.scoring(rows)),
+        "score": pinned + max(actor.scoring(scored), critic.scoring(scored)),
         "update": update,
     }
     if ppo.offload:
         both = actor.held_gradients(parts) + critic.held_gradients(parts)
         programs["apply"] = both + max(piece_bytes(actor, ppo), piece_bytes(critic, ppo))
     return Plan("ppo", held, programs)
+
+
+def in_sequences(rows: Rows, ppo: PPOConfig, actor: ModelMemory, num_parts: int = 1) -> Rows:
+    """Rows as they are planned where `packing` lets them share sequences: as many tokens as
+    without, of which a sequence may hold more.
+    """
+    if not ppo.packing:
+        return rows
+    groups = actor.compute.batch_size_divisor * num_parts
+    return replace(rows, sequence=longest_sequence(rows.rows // groups, rows.length))
 
 
 def memory_of(
@@ -323,6 +337,8 @@ def changes(
 def steps_down(settings: Any, stage: StageName) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """What can be given up, as flags and as fields."""
     yield {}, {}
+    if stage == "ppo" and settings.pin_rollout:
+        yield {"no-pin-rollout": True}, {"pin_rollout": False}
     if settings.remat != "full":
         yield {"remat": "full"}, {"remat": "full"}
     offload = {"ppo": ["reference", "reward"], "dpo": ["reference"]}.get(stage, [])

@@ -1,6 +1,5 @@
 """Step 3: PPO against the reward model. One iteration = generate, score, update."""
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,11 +30,11 @@ from rlhf_jax.hf.export import save_hf, save_reward_hf
 from rlhf_jax.hf.pretrained import Pretrained
 from rlhf_jax.models.remat import repeats_layers
 from rlhf_jax.objectives.adaptive import Control, Moments
-from rlhf_jax.objectives.experience import Experience
 from rlhf_jax.runtime.log import progress, say
 from rlhf_jax.runtime.profile import deepspeed_flops
 from rlhf_jax.stages.evaluate import Evaluator
 from rlhf_jax.stages.ppo_config import PPOConfig
+from rlhf_jax.stages.ppo_rows import RowPacking, Scored, minibatches
 from rlhf_jax.stages.prompts import PromptData, ppo_data
 from rlhf_jax.stages.reward_plan import RewardPlan, plan_rewards, score_statistics
 from rlhf_jax.stages.roles import Cast, Roles, load_roles
@@ -241,12 +240,12 @@ def train(
         if start == num_steps:  # its row was written before the interruption
             evaluator.measure(start, roles, averaged(beside, roles))
         for step in range(start, num_steps):
-            experiences, control, metrics = collect(
+            batches, control, metrics = collect(
                 run, roles, beside.control, engine, programs, host, data, step
             )
             with run.timer.phase("update") as wait:
                 roles, ema, all_losses = update(
-                    run, roles, beside.ema, engine, programs, data, experiences, step
+                    run, roles, beside.ema, engine, programs, data, batches, step
                 )
                 beside = Companions(control, ema)
                 wait.append(all_losses)
@@ -255,7 +254,7 @@ def train(
             # that sampled: what differs is the sampler's arithmetic.
             metrics |= means(all_losses)
             metrics.setdefault("rollout/logprob_diff_mean", all_losses[0]["policy/abs_log_ratio"])
-            metrics |= throughput(run, engine, data, metrics["response_length/mean"])
+            metrics |= throughput(run, engine, data, metrics)
             if run.due(run.cfg.eval_interval, done, num_steps):
                 with run.timer.phase("evaluate"):
                     metrics |= evaluator.measure(done, roles, averaged(beside, roles))
@@ -285,14 +284,12 @@ def collect(
     host: HostScorer,
     data: PromptData,
     step: int,
-) -> tuple[list[tuple[Experience, np.ndarray]], Control, dict[str, Any]]:
-    """Generates and scores the batches of one iteration, each with its `valid_B`; metrics are
-    means over them.
-    """
-    cfg = run.cfg.ppo
+) -> tuple[list[Scored], Control, dict[str, Any]]:
+    """Generates and scores the batches of one iteration; metrics are means over them."""
+    cfg, packing = run.cfg.ppo, RowPacking.create(run.cfg.ppo, engine.compute, data.max_prompt)
     policy = engine.pin(roles.policy) if cfg.pin_rollout else roles.policy
     scorers = Scorers(roles.policy, roles.reference, roles.value_model, roles.reward)
-    experiences, all_metrics, all_scores = [], [], []
+    batches, all_metrics, all_scores = [], [], []
     for part in range(cfg.generation_batches):
         prompts = data.train.batch(step * cfg.generation_batches + part)
         with run.timer.phase("generate") as wait:
@@ -301,15 +298,18 @@ def collect(
             wait.append(rollout)
         with run.timer.phase("score") as wait:
             scores = host.score(prompts, data.rows, rollout, roles.text_reward)
+            sizes = packing.sizes(prompts, rollout)
+            rows, places, saved = packing.score(prompts, sizes)
             experience, control, metrics = programs.score(
-                scorers, put_batch(prompts, engine.compute), rollout,
+                scorers, put_batch(rows, engine.compute), rollout,
                 scores and put_rows(scores.total_B, engine.compute, "batch"), control,
+                put_batch(places, engine.compute),
             )  # fmt: skip
             wait.append(metrics)
-        experiences.append((experience, prompts.valid_B))
-        all_metrics.append(metrics)
+        batches.append(Scored(experience, prompts.valid_B, sizes))
+        all_metrics.append(metrics | saved)
         all_scores.append(scores)
-    return experiences, control, means(all_metrics) | host.metrics(all_scores)
+    return batches, control, means(all_metrics) | host.metrics(all_scores)
 
 
 def update(
@@ -319,23 +319,25 @@ def update(
     engine: HybridEngine,
     programs: Programs,
     data: PromptData,
-    experiences: list[tuple[Experience, np.ndarray]],
+    batches: list[Scored],
     step: int,
 ) -> tuple[Roles, EMA | None, list[Metrics]]:
     """The optimizer steps of one iteration, each with its own batch of pretraining text."""
     cfg, layout = run.cfg.ppo, engine.compute
+    packing = RowPacking.create(cfg, layout, data.max_prompt)
     stopped, all_losses = jnp.bool_(False), []
-    for n, (experience, rows) in enumerate(minibatches(cfg, experiences, run.cfg.seed, step)):
+    for n, (batch, rows) in enumerate(minibatches(cfg, batches, run.cfg.seed, step)):
         number = step * cfg.updates_per_iteration + n
         text = None if data.ptx is None else put_batch(data.ptx.batch(number), layout)
+        rows, places, saved = packing.minibatch(rows, batch)
         actor, critic, stopped, losses = programs.update(
-            roles.actor, roles.critic, experience, put_rows(rows, layout, None), stopped, text,
-            frozen=roles.frozen, key=roles.dropout_key,
+            roles.actor, roles.critic, batch.experience, put_rows(rows, layout, None), stopped,
+            text, frozen=roles.frozen, key=roles.dropout_key, places=put_batch(places, layout),
         )  # fmt: skip
         roles = replace(roles, actor=actor, critic=critic)
         if ema is not None and cfg.ema.per == "minibatch":
             ema = programs.average(ema, roles.actor)
-        all_losses.append(losses)
+        all_losses.append(losses | saved)
     if ema is not None and cfg.ema.per == "iteration":
         ema = programs.average(ema, roles.actor)
     return roles, ema, all_losses
@@ -346,31 +348,12 @@ def means(rows: list[Metrics]) -> Metrics:
     return {name: jnp.stack([row[name] for row in rows]).mean() for name in rows[0]}
 
 
-def minibatches(
-    cfg: PPOConfig, experiences: list[tuple[Experience, np.ndarray]], seed: int, step: int
-) -> Iterator[tuple[Experience, np.ndarray]]:
-    """Which rows of which experience each optimizer step sees, epoch by epoch.
-
-    A minibatch never mixes two generated batches, as in DeepSpeed-Chat; their order and the order
-    of their rows are drawn anew in every epoch. One without a valid row is left out.
-    """
-    for epoch in range(cfg.ppo_epochs):
-        rng = np.random.default_rng((seed, step, epoch))
-        chunks = [
-            (experience, rows)
-            for experience, valid_B in experiences
-            for rows in rng.permutation(cfg.batch_size).reshape(-1, cfg.rows_per_step)
-            if valid_B[rows].any()
-        ]
-        for n in rng.permutation(len(chunks)):
-            yield chunks[n]
-
-
 def throughput(
-    run: Run, engine: HybridEngine, data: PromptData, mean_length: Any
+    run: Run, engine: HybridEngine, data: PromptData, metrics: Metrics
 ) -> dict[str, Any]:
     """Samples a second by wall clock, tokens of answers a second of generation, and
-    DeepSpeed-Chat's generation and training TFLOP/s.
+    DeepSpeed-Chat's generation and training TFLOP/s: rows as long as they may be, but for the
+    share that packing left out of the update.
     """
     cfg, seconds, elapsed = run.cfg.ppo, run.timer.peek(), run.timer.elapsed()
     rows = cfg.batch_size * cfg.generation_batches
@@ -380,9 +363,12 @@ def throughput(
     model = engine.cfg
     generated = deepspeed_flops(model, rows, length, 1)
     trained = deepspeed_flops(model, rows * cfg.ppo_epochs, length, passes)
+    trained *= 1 - metrics.get("perf/update_tokens_saved", 0)
     return {
         "perf/samples_per_second": rows / elapsed,
-        "perf/generated_tokens_per_second": rows * mean_length / seconds["generate"],
+        "perf/generated_tokens_per_second": (
+            rows * metrics["response_length/mean"] / seconds["generate"]
+        ),
         "perf/generation_tflops_per_device": generated / seconds["generate"] / devices,
         "perf/actor_training_tflops_per_device": trained / seconds["update"] / devices,
     }

@@ -56,6 +56,9 @@ class PPOConfig:
     """Weight each token's policy loss by its probability in training over that in the rollout, cut
     off here (truncated importance sampling; `old_logprobs` are then training's); None: 2 where
     rollouts are rounded, no weights elsewhere; 0: no weights."""
+    packing: bool = False
+    """Score and update on sequences of several rows: prompts and answers that are shorter than
+    they may be do not pay for padding."""
     num_train_epochs: int = 1
     max_steps: int | None = None
     """Iterations (generate, score, update); None: as many as the prompts of the epochs give."""

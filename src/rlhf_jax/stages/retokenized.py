@@ -18,7 +18,7 @@ from rlhf_jax.data.encoder import Encoder
 from rlhf_jax.data.records import Dialogue, Example, Message, Record
 from rlhf_jax.data.render import ChatFormat, Renderer
 from rlhf_jax.data.tokenize import PromptRow
-from rlhf_jax.engine.ppo_step import ModelOnMesh, row_scores
+from rlhf_jax.engine.row_passes import ModelOnMesh, row_scores
 from rlhf_jax.hf.pretrained import Pretrained
 from rlhf_jax.models.params import ScalarModel
 from rlhf_jax.models.scoring import take_window

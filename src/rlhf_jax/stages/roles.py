@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from rlhf_jax.engine.offloaded import create_offloaded
 from rlhf_jax.engine.optimizer import Rates
-from rlhf_jax.engine.ppo_step import ModelOnMesh
+from rlhf_jax.engine.row_passes import ModelOnMesh
 from rlhf_jax.engine.state import AnyOptimizer, TrainState, create_state
 from rlhf_jax.hf.pretrained import Pretrained
 from rlhf_jax.models.lora import combine

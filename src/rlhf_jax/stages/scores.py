@@ -14,7 +14,7 @@ from rlhf_jax.data.records import Message
 from rlhf_jax.data.render import ChatFormat
 from rlhf_jax.data.tokenize import PromptRow
 from rlhf_jax.engine.generate import Rollout
-from rlhf_jax.engine.ppo_step import ModelOnMesh
+from rlhf_jax.engine.row_passes import ModelOnMesh
 from rlhf_jax.models.params import ScalarModel
 from rlhf_jax.stages.ppo_config import PPOConfig
 from rlhf_jax.stages.retokenized import TextScorer, TextWriter
