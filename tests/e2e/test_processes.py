@@ -116,6 +116,32 @@ def test_two_processes_share_what_step_3_keeps_beside_its_models(
             np.testing.assert_allclose(mine[leaf], theirs[leaf], rtol=1e-3, atol=3e-5, err_msg=leaf)
 
 
+@pytest.mark.slow
+def test_two_processes_keep_models_and_optimizers_on_the_host(
+    start: Start, small, unbroken, outcome, same_metrics, tmp_path: Path
+) -> None:
+    """Each process has its shards of them in its host memory: the numbers of the run without."""
+    changes = {
+        "mesh": "4x2",
+        "step": (1, 3),
+        "reward_model": str(unbroken.directory / "reward"),
+        "sft.offload": True,
+        "ppo.offload": True,
+        "ppo.offload_reference_model": True,
+        "ppo.offload_reward_model": True,
+        "ppo.ema.enable": True,
+        "ppo.ema.offload": True,
+    }
+    processes = start(config=small(tmp_path / "run", changes))
+    outputs = [process.communicate(timeout=LIMIT) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    made = outcome(tmp_path / "run")
+    rows = {key: row for key, row in unbroken.metrics().items() if key[0] in ("sft", "ppo")}
+    same_metrics(rows, made.metrics(), rtol=1e-3, atol=1e-4)
+    assert made.answers() == unbroken.answers()
+    assert (tmp_path / "run" / "actor_ema" / "model.safetensors").is_file()
+
+
 def test_of_two_processes_the_first_tells_what_is_wrong(start: Start, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("seed: 1\n")
