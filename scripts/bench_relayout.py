@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from meshes.layout import Layout, MeshShape, inference_sizes, make_mesh
-from meshes.multihost import simulate_cpu_devices, start_devices
+from meshes.multihost import start_devices
 from meshes.reshard import whole
 from meshes.spec import ParamSpec
 from rlhf_jax.engine.hybrid import HybridEngine
@@ -153,9 +153,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     keep_compiled_programs()
-    if args.simulate is not None:
-        simulate_cpu_devices(args.simulate)
-    shape = start_devices(args.mesh)
+    shape = start_devices(args.mesh, cpu_devices=args.simulate or 1)
     print(f"{shape.num_devices} x {jax.devices()[0].device_kind}, mesh {shape}, bf16")
     mesh = make_mesh(shape, shape.tensor)
     for part in (1, 10, 100):

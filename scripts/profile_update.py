@@ -27,7 +27,7 @@ from typing import Any
 import jax
 
 from meshes.layout import default_inference_tp
-from meshes.multihost import simulate_cpu_devices, start_devices
+from meshes.multihost import start_devices
 from rlhf_jax.models.opt import SIZES
 from rlhf_jax.models.tiny import quickstart_config
 from rlhf_jax.runtime.compilation import keep_compiled_programs
@@ -220,9 +220,7 @@ def setting_of(args: argparse.Namespace, devices: int) -> Setting:
 def main() -> None:
     args = arguments()
     keep_compiled_programs()
-    if args.simulate is not None:
-        simulate_cpu_devices(args.simulate)
-    shape = start_devices(args.mesh)
+    shape = start_devices(args.mesh, cpu_devices=args.simulate or 1)
     setting = setting_of(args, shape.num_devices)
     print(
         f"{shape.num_devices} x {jax.devices()[0].device_kind}, mesh {shape}, {args.actor} and "

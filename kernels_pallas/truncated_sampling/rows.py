@@ -4,7 +4,7 @@ A row is too long for registers. Every lane of a block keeps its own largest, co
 are combined at the end of a pass.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
+from jax.typing import DTypeLike
 
 from kernels_pallas.triton import next_power_of_2
 from kernels_pallas.truncated_sampling import search
@@ -20,6 +21,52 @@ from kernels_pallas.truncated_sampling.search import Pass, Rule
 
 LEAST = float(jnp.finfo(jnp.float32).min)  # in the place of -inf, where a difference is taken
 GUESS_STEPS = 12
+
+
+class Out(NamedTuple):
+    """What a program of `launch` writes: one number, or `width` of them. A row's parts each have
+    their own, or together those of the `whole` row.
+    """
+
+    dtype: DTypeLike
+    width: int | None = None
+    whole: bool = False
+
+
+def launch(
+    kernel: Callable[..., None],
+    arrays: Sequence[jax.Array],
+    outputs: Sequence[Out],
+    *,
+    name: str,
+    num_warps: int,
+    interpret: bool,
+    num_parts: int | None = None,
+) -> list[jax.Array]:
+    """Runs `kernel` with a program for each row, or for each of `num_parts` of each row. It sees
+    its row of all arrays, which are `[B, n]`. Outputs are `[B, ...]`, those of parts side by side.
+    """
+    B = len(arrays[0])
+
+    def place(out: Out) -> tuple[pl.BlockSpec, jax.ShapeDtypeStruct]:
+        width = () if out.width is None else (out.width,)
+        if num_parts is None or out.whole:
+            spec = pl.BlockSpec((None, *width), lambda b, *_: (b, *(0 for _ in width)))
+            return spec, jax.ShapeDtypeStruct((B, *width), out.dtype)
+        spec = pl.BlockSpec((None, *(width or (None,))), lambda b, i: (b, i))
+        return spec, jax.ShapeDtypeStruct((B, num_parts * (out.width or 1)), out.dtype)
+
+    specs, shapes = zip(*map(place, outputs), strict=True)
+    return pl.pallas_call(
+        kernel,
+        grid=(B,) if num_parts is None else (B, num_parts),
+        in_specs=[pl.BlockSpec((None, x.shape[1]), lambda b, *_: (b, 0)) for x in arrays],
+        out_specs=list(specs),
+        out_shape=list(shapes),
+        compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=2),
+        interpret=interpret,
+        name=f"truncated_sampling_{name}",
+    )(*arrays)
 
 
 @dataclass(frozen=True)
@@ -42,6 +89,10 @@ class Tiling:
         return -(-vocab // (self.block * self.loads))
 
 
+SEARCH = Tiling(block=4096, loads=1, num_warps=16)
+"""Of a program that reads a whole row. With one block at a time the first of equal sums wins."""
+
+
 class Block(NamedTuple):
     """Part of a row. Behind the row's end `logit` is -inf."""
 
@@ -52,7 +103,7 @@ class Block(NamedTuple):
 
 
 class Looked(NamedTuple):
-    """A pass, by lane, by part or of a row: the best score above the pivot and its token; how many
+    """A pass, by lane or of a row: the best score above the pivot and its token; how many
     logits are above the pivot and their mass; the same from the pivot on.
     """
 
@@ -69,7 +120,7 @@ class Looked(NamedTuple):
         return cls(jnp.full_like(mass, -jnp.inf), count, count, mass, count, mass)
 
     def of_row(self, vocab: int) -> "Looked":
-        """The lanes or parts together."""
+        """The lanes together."""
         sums = (jnp.sum(part) for part in self[2:])
         return Looked(jnp.max(self.score), winner(self.score, self.token, vocab), *sums)
 

@@ -192,7 +192,7 @@ def ordered(logit: jax.Array) -> jax.Array:
 
 
 def logit_of(ordered: jax.Array) -> jax.Array:
-    """The inverse of `_ordered`."""
+    """The inverse of `ordered`."""
     bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
     return lax.bitcast_convert_type(bits, jnp.float32)
 

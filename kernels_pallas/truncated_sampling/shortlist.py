@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as plt
 from kernels_pallas.triton import next_power_of_2
 from kernels_pallas.truncated_sampling import search
 from kernels_pallas.truncated_sampling.noise import gumbel
-from kernels_pallas.truncated_sampling.rows import Block, Row, Tiling, quantile
+from kernels_pallas.truncated_sampling.rows import SEARCH, Block, Out, Row, Tiling, launch, quantile
 from kernels_pallas.truncated_sampling.search import Rule
 from kernels_pallas.truncated_sampling.survey import TILING, Survey, load_all, log_sum, survey
 
@@ -26,7 +26,6 @@ LONGEST = 2048  # the largest k
 HOPELESS = 21.0
 """Noise lies between -4.5 and 16. So a token this far below the likeliest is never drawn; and the
 mass of a few thousand of them is less than what rounding does to a sum."""
-SEARCH = Tiling(block=4096, loads=1, num_warps=16)
 CUT_WARPS = 8
 CHOOSE_WIDTH = 256  # slots of a warp
 
@@ -65,18 +64,11 @@ def sample(
 
 def _bounds(seen: Survey, rule: Rule, interpret: bool) -> jax.Array:
     """For each row the cut, the largest logit and log sum e^z."""
-    B = seen.largest.shape[0]
-    row = [pl.BlockSpec((None, x.shape[1]), lambda b: (b, 0)) for x in seen]
-    return pl.pallas_call(
-        functools.partial(_bounds_kernel, rule=rule),
-        grid=(B,),
-        in_specs=row,
-        out_specs=pl.BlockSpec((None, 4), lambda b: (b, 0)),
-        out_shape=jax.ShapeDtypeStruct((B, 4), jnp.float32),
-        compiler_params=plt.CompilerParams(num_warps=CUT_WARPS, num_stages=2),
-        interpret=interpret,
-        name="truncated_sampling_cut",
-    )(*seen)
+    kernel = functools.partial(_bounds_kernel, rule=rule)
+    (bounds_B4,) = launch(
+        kernel, seen, [Out(jnp.float32, 4)], name="cut", num_warps=CUT_WARPS, interpret=interpret
+    )
+    return bounds_B4
 
 
 def _bounds_kernel(largest_ref, total_ref, lanes_ref, bounds_ref, *, rule: Rule):
@@ -88,27 +80,16 @@ def _bounds_kernel(largest_ref, total_ref, lanes_ref, bounds_ref, *, rule: Rule)
 
 def _list(logits_BV: jax.Array, bounds_B4: jax.Array, room: int, interpret: bool) -> Lists:
     """The tokens of each part that are above the cut and not hopeless."""
-    B, V = logits_BV.shape
+    V = logits_BV.shape[1]
     tiling = TILING.fitted(V)
-    num = tiling.num_parts(V)
-    row, bounds = (pl.BlockSpec((None, n), lambda b, i: (b, 0)) for n in (V, 4))
-    short = pl.BlockSpec((None, room), lambda b, i: (b, i))
+    outputs = [Out(jnp.int32, room), Out(jnp.float32, room), Out(jnp.int32)]
     return Lists(
-        *pl.pallas_call(
-            functools.partial(_list_kernel, vocab=V, tiling=tiling),
-            grid=(B, num),
-            in_specs=[row, bounds],
-            out_specs=[short, short, pl.BlockSpec((None, None), lambda b, i: (b, i))],
-            out_shape=[
-                jax.ShapeDtypeStruct((B, num * room), jnp.int32),
-                jax.ShapeDtypeStruct((B, num * room), jnp.float32),
-                jax.ShapeDtypeStruct((B, num), jnp.int32),
-            ],
-            compiler_params=plt.CompilerParams(num_warps=tiling.num_warps, num_stages=2),
+        *launch(
+            functools.partial(_list_kernel, vocab=V, tiling=tiling), [logits_BV, bounds_B4],
+            outputs, name="list", num_parts=tiling.num_parts(V), num_warps=tiling.num_warps,
             interpret=interpret,
-            name="truncated_sampling_list",
-        )(logits_BV, bounds_B4)
-    )
+        )
+    )  # fmt: skip
 
 
 def _list_kernel(
@@ -136,22 +117,12 @@ def _choose(
     rule: Rule,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    B, V = logits_BV.shape
-    arrays = (logits_BV, keys_B2, bounds_B4, *lists)
-    one = pl.BlockSpec((None,), lambda b: (b,))
-    width = next_power_of_2(lists.token.shape[1])
-    token_B, logprob_B = pl.pallas_call(
+    V, slots = logits_BV.shape[1], next_power_of_2(lists.token.shape[1])
+    token_B, logprob_B = launch(
         functools.partial(_choose_kernel, vocab=V, rule=rule, tiling=SEARCH.fitted(V)),
-        grid=(B,),
-        in_specs=[pl.BlockSpec((None, x.shape[1]), lambda b: (b, 0)) for x in arrays],
-        out_specs=[one, one],
-        out_shape=[jax.ShapeDtypeStruct((B,), d) for d in (jnp.int32, jnp.float32)],
-        compiler_params=plt.CompilerParams(
-            num_warps=min(16, max(4, width // CHOOSE_WIDTH)), num_stages=2
-        ),
-        interpret=interpret,
-        name="truncated_sampling_choose",
-    )(*arrays)
+        [logits_BV, keys_B2, bounds_B4, *lists], [Out(jnp.int32), Out(jnp.float32)],
+        name="choose", num_warps=min(16, max(4, slots // CHOOSE_WIDTH)), interpret=interpret,
+    )  # fmt: skip
     return token_B, logprob_B
 
 

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from kernels_pallas.triton import next_power_of_2
-from kernels_pallas.truncated_sampling.rows import LEAST, Row, Tiling
+from kernels_pallas.truncated_sampling.rows import LEAST, Out, Row, Tiling, launch
 
 TILING = Tiling(block=512, loads=8, num_warps=4)
 
@@ -28,24 +28,16 @@ class Survey(NamedTuple):
 
 def survey(logits_BV: jax.Array, *, interpret: bool = False) -> Survey:
     """Of every row."""
-    B, V = logits_BV.shape
+    V = logits_BV.shape[1]
     tiling = TILING.fitted(V)
-    num = tiling.num_parts(V)
-    part = pl.BlockSpec((None, None), lambda b, i: (b, i))
-    lanes = pl.BlockSpec((None, tiling.block), lambda b, i: (b, i))
-    shapes = [(B, num), (B, num), (B, num * tiling.block)]
+    outputs = [Out(jnp.float32), Out(jnp.float32), Out(jnp.float32, tiling.block)]
     return Survey(
-        *pl.pallas_call(
-            functools.partial(_kernel, vocab=V, tiling=tiling),
-            grid=(B, num),
-            in_specs=[pl.BlockSpec((None, V), lambda b, i: (b, 0))],
-            out_specs=[part, part, lanes],
-            out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
-            compiler_params=plt.CompilerParams(num_warps=tiling.num_warps, num_stages=2),
+        *launch(
+            functools.partial(_kernel, vocab=V, tiling=tiling), [logits_BV], outputs,
+            name="survey", num_parts=tiling.num_parts(V), num_warps=tiling.num_warps,
             interpret=interpret,
-            name="truncated_sampling_survey",
-        )(logits_BV)
-    )
+        )
+    )  # fmt: skip
 
 
 def _kernel(logits_ref, largest_ref, total_ref, lanes_ref, *, vocab: int, tiling: Tiling):

@@ -7,7 +7,6 @@ often as it takes. (To spread the first passes over programs too gained nothing:
 
 import functools
 import math
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +15,20 @@ from jax.experimental.pallas import triton as plt
 
 from kernels_pallas.truncated_sampling import search
 from kernels_pallas.truncated_sampling.noise import gumbel
-from kernels_pallas.truncated_sampling.rows import Block, Row, Tiling, quantile, winner
+from kernels_pallas.truncated_sampling.rows import (
+    SEARCH,
+    Block,
+    Out,
+    Row,
+    Tiling,
+    launch,
+    quantile,
+    winner,
+)
 from kernels_pallas.truncated_sampling.search import Rule
 from kernels_pallas.truncated_sampling.survey import load_all, log_sum, sum_of, survey
 
 DRAW = Tiling(block=2048, loads=1, num_warps=8)
-SEARCH = Tiling(block=4096, loads=1, num_warps=16)
 
 
 def sample(
@@ -37,34 +44,18 @@ def sample(
     return _search(logits_BV, noise_BV, drawn, guess, rule, interpret)
 
 
-def _rows(arrays: Sequence[jax.Array], num_axes: int) -> list[pl.BlockSpec]:
-    """A row of each array for a program, whose first axis is the row."""
-    index = (lambda b: (b, 0)) if num_axes == 1 else (lambda b, i: (b, 0))
-    return [pl.BlockSpec((None, x.shape[1]), index) for x in arrays]
-
-
 def _draw(logits_BV: jax.Array, keys_B2: jax.Array, interpret: bool) -> list[jax.Array]:
     """Noise `[B, V]`; for each part of a row the best score and its token, the largest logit and
     the sum of e^(z - largest).
     """
-    B, V = logits_BV.shape
+    V = logits_BV.shape[1]
     tiling = DRAW.fitted(V)
-    num = tiling.num_parts(V)
-    part = pl.BlockSpec((None, None), lambda b, i: (b, i))
-    types = jnp.float32, jnp.int32, jnp.float32, jnp.float32
-    return pl.pallas_call(
-        functools.partial(_draw_kernel, vocab=V, tiling=tiling),
-        grid=(B, num),
-        in_specs=_rows([logits_BV, keys_B2], 2),
-        out_specs=[*_rows([logits_BV], 2), part, part, part, part],
-        out_shape=[
-            jax.ShapeDtypeStruct((B, V), jnp.float32),
-            *(jax.ShapeDtypeStruct((B, num), dtype) for dtype in types),
-        ],
-        compiler_params=plt.CompilerParams(num_warps=tiling.num_warps, num_stages=2),
-        interpret=interpret,
-        name="truncated_sampling_draw",
-    )(logits_BV, keys_B2)
+    found = [Out(jnp.float32), Out(jnp.int32), Out(jnp.float32), Out(jnp.float32)]
+    return launch(
+        functools.partial(_draw_kernel, vocab=V, tiling=tiling), [logits_BV, keys_B2],
+        [Out(jnp.float32, V, whole=True), *found], name="draw", num_parts=tiling.num_parts(V),
+        num_warps=tiling.num_warps, interpret=interpret,
+    )  # fmt: skip
 
 
 def _draw_kernel(
@@ -101,19 +92,12 @@ def _search(
     rule: Rule,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    B, V = logits_BV.shape
-    arrays = [logits_BV, noise_BV, *lanes, *drawn]
-    one = pl.BlockSpec((None,), lambda b: (b,))
-    token_B, logprob_B = pl.pallas_call(
+    V = logits_BV.shape[1]
+    token_B, logprob_B = launch(
         functools.partial(_search_kernel, vocab=V, rule=rule, tiling=SEARCH.fitted(V)),
-        grid=(B,),
-        in_specs=_rows(arrays, 1),
-        out_specs=[one, one],
-        out_shape=[jax.ShapeDtypeStruct((B,), d) for d in (jnp.int32, jnp.float32)],
-        compiler_params=plt.CompilerParams(num_warps=SEARCH.num_warps, num_stages=2),
-        interpret=interpret,
-        name="truncated_sampling_search",
-    )(*arrays)
+        [logits_BV, noise_BV, *lanes, *drawn], [Out(jnp.int32), Out(jnp.float32)],
+        name="search", num_warps=SEARCH.num_warps, interpret=interpret,
+    )  # fmt: skip
     return token_B, logprob_B
 
 
