@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Callable
+from importlib.metadata import entry_points, version
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +13,10 @@ from jax.experimental import multihost_utils
 from meshes.layout import MeshShape, check_device_count, parse_mesh
 
 COORDINATOR = "JAX_COORDINATOR_ADDRESS"
+DEVICE_FILES = Path("/dev")
+"""Here are the GPUs that this process was given; /proc also has those that a container was not."""
+NO_GPUS = ("", "-1", "NoDevFiles")
+"""CUDA_VISIBLE_DEVICES of a process that must not have one; the last is SLURM's."""
 
 
 def start_processes() -> None:
@@ -55,6 +61,32 @@ def default_mesh_shape() -> MeshShape:
     return MeshShape(1, len(jax.devices()), 1)
 
 
+def check_platform() -> None:
+    """Starts JAX's devices. On a host with NVIDIA GPUs the CPU must have been chosen: by
+    JAX_PLATFORMS, or by a CUDA_VISIBLE_DEVICES that hides them.
+
+    Raises:
+        ValueError: JAX has only the CPU, or cannot start what was chosen.
+    """
+    try:
+        backend = jax.default_backend()
+    except RuntimeError as error:
+        raise ValueError(f"JAX cannot start its devices: {error}") from error
+    gpus = sorted(path.name for path in DEVICE_FILES.glob("nvidia[0-9]*"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+    chosen = jax.config.jax_platforms or jax.config.read("jax_platform_name")
+    if backend != "cpu" or not gpus or chosen or visible.strip() in NO_GPUS:
+        return
+    names = [each.name for each in entry_points(group="jax_plugins") if "cuda" in each.name]
+    plugin = f"its error with {' and '.join(names)} is above" if names else "no CUDA plugin"
+    raise ValueError(
+        f"this host has NVIDIA GPUs ({', '.join(gpus)}; visible: {visible}), but JAX found only "
+        f"the CPU (jaxlib {version('jaxlib')}, {plugin}): install what fits the driver, pip "
+        "install 'rlhf-jax[cuda13]' (580 or newer) or 'rlhf-jax[cuda12]' (525 or newer), or set "
+        "JAX_PLATFORMS=cpu to use the CPU"
+    )
+
+
 def start_devices(mesh: str | None, *, cpu_devices: int = 1) -> MeshShape:
     """Joins the other processes and starts the devices that `mesh` (`"4x2"`) asks for.
 
@@ -62,13 +94,15 @@ def start_devices(mesh: str | None, *, cpu_devices: int = 1) -> MeshShape:
     device, fully sharded; `cpu_devices` is how many a CPU then simulates.
 
     Raises:
-        ValueError: no mesh, or one with more devices than are visible.
+        ValueError: no mesh, or one with more devices than are visible; or JAX does not use the
+            host's GPUs, and nobody asked for the CPU.
     """
     asked = parse_mesh(mesh) if mesh is not None else None
     wanted = asked.num_devices if asked else cpu_devices
     if wanted > num_processes():
         simulate_cpu_devices(wanted // num_processes())
     start_processes()
+    check_platform()
     shape = asked or default_mesh_shape()
     check_device_count(shape, len(jax.devices()))
     return shape

@@ -8,23 +8,26 @@ Behind `--` stand the flags of training, the same for every process. The first p
 of them meet at a free port of the loopback. When one ends otherwise than with 0, the others are
 ended too (they would wait for it), what happened is printed, and the exit code is its own. Ctrl-C
 reaches every process once: they save and stop together. SIGTERM, or a terminal that is closed, ends
-them all.
+them all; on Linux so does SIGKILL.
 """
 
 import argparse
+import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 GRACE = 3.0
 """Seconds between asking a process to end and ending it."""
 INTERRUPTED = 128 + signal.SIGINT
 """The exit code of training that ctrl-C has stopped."""
+PR_SET_PDEATHSIG = 1
+"""Of Linux's `prctl`: the signal that a process gets when its parent has ended."""
 
 
 @dataclass(frozen=True)
@@ -68,16 +71,31 @@ def free_address() -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
+def killed_with_parent() -> Callable[[], None] | None:
+    """What a child must call so that no way in which this process ends leaves it behind."""
+    if sys.platform != "linux":
+        return None
+    parent, libc = os.getpid(), ctypes.CDLL(None)
+
+    def ask() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it has ended before
+            os._exit(1)
+
+    return ask
+
+
 def start(job: Job, flags: Sequence[str], processes: list[subprocess.Popen[bytes]]) -> None:
     """Adds them to `processes`. Each has a session of its own: a terminal's ctrl-C reaches none by
     itself.
     """
-    address = free_address()
+    address, prepare = free_address(), killed_with_parent()
     for index in range(job.count):
         process = subprocess.Popen(
             [sys.executable, "-m", "rlhf_jax.train", *flags],
             env={**os.environ, **job.environment(index, address)},
             start_new_session=True,
+            preexec_fn=prepare,  # noqa: PLW1509  (unsafe beside threads: there are none)
         )
         processes.append(process)
 

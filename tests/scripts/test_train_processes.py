@@ -138,7 +138,9 @@ except KeyboardInterrupt:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
-    """The command at work, with a program of that name that only waits; and its processes."""
+    """The command at work, with a program of that name that only waits; and its processes. All of
+    them have the other end of its stdout.
+    """
     package = tmp_path / "rlhf_jax"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -147,16 +149,21 @@ def job(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
     command = [sys.executable, str(script), "--processes=2", "--simulate=1", "--", "--seed=7"]
     # Under nohup it is ignored, and would be by the command too.
     before = signal.signal(signal.SIGHUP, lambda *_: None)
-    parent = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    parent = subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, stdout=subprocess.PIPE
+    )
     signal.signal(signal.SIGHUP, before)
     files = [package / name for name in ("0", "1")]
     deadline = time.monotonic() + 60
-    while not all(file.exists() and file.read_text() for file in files):
-        assert time.monotonic() < deadline, "the processes have not started"
-        time.sleep(0.05)
-    assert all("['--seed=7']" in file.read_text() for file in files)
-    yield parent, [int(file.read_text().split()[0]) for file in files]
-    parent.kill()
+    with parent:
+        try:
+            while not all(file.exists() and file.read_text() for file in files):
+                assert time.monotonic() < deadline, "the processes have not started"
+                time.sleep(0.05)
+            assert all("['--seed=7']" in file.read_text() for file in files)
+            yield parent, [int(file.read_text().split()[0]) for file in files]
+        finally:
+            parent.kill()
 
 
 def is_alive(pid: int) -> bool:
@@ -176,3 +183,11 @@ def test_signals_reach_every_process(job, signum: int, code: int) -> None:
     parent.send_signal(signum)
     assert parent.wait(timeout=60) == code
     assert not any(is_alive(pid) for pid in pids)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of it")
+def test_none_outlives_a_parent_that_is_killed(job) -> None:
+    """Their stdout ends with the last of them."""
+    parent, _ = job
+    parent.kill()
+    assert parent.communicate(timeout=60) == (b"", None)
