@@ -15,8 +15,7 @@ tokens that go through the model: the factor in tokens/s where time goes with th
 
 Step 3 answers the prompts of step 1; what the data answer, cut at half of `--max-seq-len`, stands
 for the answers of a policy. Rows are as wide as the bucket of their prompts and the longest answer,
-or packed for `--devices`, each with its share of a batch: --ppo.packing. Scoring takes rows as they
-were generated, an update deals them out to the devices by their lengths.
+or packed for `--devices`, to which they are dealt out by their lengths: --ppo.packing.
 """
 
 import argparse
@@ -99,15 +98,13 @@ def ppo_table(
     )
     ways = {f"{NUM_BUCKETS} buckets": batch_size * sum(unpacked)}
     for number in devices:
-        groups = Groups(number)
-        for name in ("score", "update"):
-            total = 0
-            for batch, width in zip(batches, unpacked, strict=True):
-                sizes = (lengths + answers)[batch]
-                sizes = sizes[balance(sizes, groups)] if name == "update" else sizes
-                places = place(sizes, groups, width=buckets[-1] + longest, unpacked=width)
-                total += batch_size * width if places is None else places.num_tokens * number
-            ways[f"{name}, {number}"] = total
+        groups, total = Groups(number), 0
+        for batch, width in zip(batches, unpacked, strict=True):
+            sizes = (lengths + answers)[batch]
+            sizes = sizes[balance(sizes, groups)]
+            places = place(sizes, groups, width=buckets[-1] + longest, unpacked=width)
+            total += batch_size * width if places is None else places.num_tokens * number
+        ways[f"packed, {number}"] = total
     print_ways(ways, real)
 
 

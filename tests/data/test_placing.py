@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rlhf_jax.data.placing import SIZES, Groups, balance, longest_sequence, place, sizes
+from rlhf_jax.data.placing import SIZES, Groups, alone, balance, longest_sequence, place, sizes
 
 WIDTH = 32
 
@@ -17,14 +17,17 @@ def lengths(size: int, seed: int = 0, *, shortest: int = 2) -> np.ndarray:
 
 @pytest.mark.parametrize(("shards", "parts"), [(1, 1), (4, 1), (1, 4), (4, 2)])
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("way", ["packed", "alone"])
 def test_rows_of_a_group_fill_its_sequences_without_overlap(
-    shards: int, parts: int, seed: int
+    way: str, shards: int, parts: int, seed: int
 ) -> None:
     """Group (shard, part) is every `parts`-th row of the shard's block of the batch."""
     rows = lengths(64, seed)
     rows[5] = 0
-    found = place(rows, Groups(shards, parts), width=WIDTH, unpacked=WIDTH)
-    assert found is not None
+    groups = Groups(shards, parts)
+    packed = place(rows, groups, width=WIDTH, unpacked=WIDTH)
+    assert packed is not None
+    found = alone(rows, groups, WIDTH) if way == "alone" else packed
     block = 64 // shards
     for shard in range(shards):
         for part in range(parts):

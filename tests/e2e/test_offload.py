@@ -1,4 +1,4 @@
-"""Step 3 with its frozen models and its average in host memory: the same numbers."""
+"""Step 3 with models and averages in host memory, or on packed rows: the same numbers."""
 
 import jax
 import pytest
@@ -79,3 +79,23 @@ def test_optimizers_in_host_memory_change_no_number(
     same_metrics(rows, outcome.metrics(), rtol=1e-4)
     assert outcome.answers() == unbroken.answers()
     assert (outcome.directory / "actor_ema" / "model.safetensors").is_file()
+
+
+def test_packing_changes_no_number(unbroken, small, run, same_metrics, tmp_path) -> None:
+    """Step 3 with longer answers, as rows and on sequences of rows dealt out to two devices."""
+    changes = {
+        "step": (3,),
+        "mesh": "2x1",
+        "actor_model": str(unbroken.directory / "sft"),
+        "reward_model": str(unbroken.directory / "reward"),
+        "ppo.max_answer_seq_len": 24,
+        "ppo.max_steps": 2,
+    }
+    plain = run(small(tmp_path / "plain", changes))
+    packed = run(small(tmp_path / "packed", changes | {"ppo.packing": True}))
+    rows = packed.metrics()
+    for step in (1, 2):
+        for program in ("score", "update"):
+            assert rows["ppo", step][f"perf/{program}_tokens_saved"] > 0.2
+    same_metrics(plain.metrics(), rows, rtol=1e-4)
+    assert packed.answers() == plain.answers()

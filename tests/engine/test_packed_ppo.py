@@ -3,7 +3,7 @@
 import functools
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import pytest
 
 from meshes.reshard import put_batch
 from rlhf_jax.data.batches import PromptBatch
-from rlhf_jax.data.placing import Groups, place
+from rlhf_jax.data.placing import Groups, alone, balance, place
 from rlhf_jax.engine.generate import Rollout
 from rlhf_jax.engine.ppo_step import (
     Scorers,
@@ -75,12 +75,20 @@ def rollout() -> Rollout:
     return Rollout(**arrays)
 
 
-def places_for(driver: Driver, num_parts: int = 1, lengths: np.ndarray = SIZES) -> Places:
-    """Places that save something, on the devices."""
-    groups = Groups(driver.engine.compute.batch_size_divisor, num_parts)
-    found = place(lengths, groups, width=P + R, unpacked=P + R)
+type Way = Literal["own", "dealt", "alone"]
+"""Shards pack rows of their own, or any rows; or no row shares a sequence."""
+WAYS: list[Way] = ["own", "dealt", "alone"]
+
+
+def places_for(driver: Driver, way: Way, parts: int = 1, lengths: np.ndarray = SIZES) -> Places:
+    """Places that save something, but for rows that are alone, on the devices."""
+    groups = Groups(driver.engine.compute.batch_size_divisor, parts)
+    if way == "alone":
+        return put_batch(alone(lengths, groups, P + R), driver.engine.compute)
+    order = balance(lengths, groups)[::-1] if way == "dealt" else np.arange(B)
+    found = place(lengths[order], groups, width=P + R, unpacked=P + R)
     assert found is not None, "the rows of these tests fit in seven eighths"
-    return put_batch(found, driver.engine.compute)
+    return put_batch(found.of_rows(order) if way == "dealt" else found, driver.engine.compute)
 
 
 @functools.cache
@@ -89,7 +97,7 @@ def scored(model: Any, mesh: str, dtype: Any, packed: bool) -> tuple[Experience,
     score = driver.jit(score_rollout, actor=driver.place, critic=driver.place, settings=SCORING)
     models = Scorers(driver.actor(1), driver.actor(2), driver.scalar(3), driver.scalar(4))
     batch = put_batch((prompts(), rollout()), driver.engine.compute)
-    places = places_for(driver) if packed else None
+    places = places_for(driver, "dealt") if packed else None
     experience, _, metrics = to_numpy(score(models, *batch, None, Control(), places))
     return experience, metrics
 
@@ -121,7 +129,7 @@ def test_gradients(
     driver = Driver(model, mesh, dtype=dtype, inference_tp=int(mesh[-1]))
     experience, _ = scored(model, mesh, dtype, False)
     rows = np.random.default_rng(4).permutation(B).astype(np.int32)
-    places = places_for(driver, parts, SIZES[rows])
+    places = places_for(driver, "own", parts, SIZES[rows])
     states = [
         TrainState(each, None, (), jnp.int32(0), jnp.int32(0))
         for each in (driver.actor(1), driver.scalar(3))
@@ -148,10 +156,11 @@ def test_gradients(
             assert np.linalg.norm(a - b) < 2 * tolerance(dtype)["atol"] * largest
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mesh", ["1x1", "4x2"])
-def test_rows_are_read_back_as_they_were_packed(mesh: str) -> None:
+def test_rows_are_read_back_as_they_were_packed(mesh: str, way: Way) -> None:
     driver = Driver(OPT, mesh, inference_tp=int(mesh[-1]))
-    layout, places = driver.engine.compute, places_for(driver)
+    layout, places = driver.engine.compute, places_for(driver, way)
     tokens = np.random.default_rng(5).integers(1, 99, (B, P + R)).astype(np.int32)
     tokens = np.where(np.arange(P + R) < SIZES[:, None], tokens, 0)
 
@@ -168,15 +177,25 @@ def test_rows_are_read_back_as_they_were_packed(mesh: str) -> None:
     assert (starts <= np.arange(places.length)).all()
     assert (np.diff(starts, axis=1) >= 0).all()
     inside = np.arange(P + R) < SIZES[:, None]
-    begins = (to_numpy(places.begins_B) % places.length)[:, None]
+    begins = in_rows(np.asarray(places.begins_B) % places.length, places)[:, None]
     np.testing.assert_array_equal(firsts, np.where(inside, begins, 0))
 
 
+def in_rows(entries_B: np.ndarray, places: Places) -> np.ndarray:
+    """What belongs to the entries of places, in the order of the batch."""
+    if places.rows_B is None:
+        return entries_B
+    found = np.empty_like(entries_B)
+    found[np.asarray(places.rows_B)] = entries_B
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mesh", ["1x1", "4x2"])
-def test_answers_stand_first_and_go_back_to_their_rows(mesh: str) -> None:
+def test_answers_stand_first_and_go_back_to_their_rows(mesh: str, way: Way) -> None:
     """What predicts a token is what stands before it: here every token's number is its own."""
     driver = Driver(OPT, mesh, inference_tp=int(mesh[-1]))
-    layout, places = driver.engine.compute, places_for(driver)
+    layout, places = driver.engine.compute, places_for(driver, way)
     numbers = 1 + np.arange(B * (P + R), dtype=np.int32).reshape(B, P + R)
     targets = np.stack([row[n : n + R] for row, n in zip(numbers, PROMPT_LENGTHS, strict=True)])
 
@@ -189,11 +208,11 @@ def test_answers_stand_first_and_go_back_to_their_rows(mesh: str) -> None:
 
     args = put_batch((numbers, targets, PROMPT_LENGTHS), layout)
     before, moved, counts, back = to_numpy(driver.jit(there_and_back)(*args, places))
-    np.testing.assert_array_equal(counts, LENGTHS)
+    np.testing.assert_array_equal(in_rows(counts, places), LENGTHS)
     np.testing.assert_array_equal(back, np.where(MASK, targets, 0))
     np.testing.assert_array_equal(before, np.where(moved > 0, moved - 1, 0))
     shards = layout.batch_size_divisor
     real = (moved > 0).reshape(shards, -1)
-    for shard, number in zip(real, LENGTHS.reshape(shards, -1).sum(1), strict=True):
+    for shard, number in zip(real, counts.reshape(shards, -1).sum(1), strict=True):
         assert shard[:number].all()
         assert not shard[number:].any()

@@ -181,8 +181,9 @@ class Iteration:
         return self.programs.score.trace(models, *args, places)
 
     def packed_score(self) -> jax.stages.Traced:
-        """The same where rows share sequences."""
-        return self.score(self.places(1))
+        """The same where rows share sequences, those of any device."""
+        rows = self.array(self.engine.compute)
+        return self.score(replace(self.places(1), rows_B=rows, entries_B=rows))
 
     def places(self, num_parts: int) -> Places:
         """Of rows that fill five eighths of what they might."""

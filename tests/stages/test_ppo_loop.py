@@ -134,7 +134,7 @@ def test_packed_rows_are_scored_and_trained_where_their_own_tokens_stand():
     def score(scorers, rows, rollout, extra, control, places):
         del scorers, rollout, extra
         number = int(np.asarray(rows.sample_ids_B)[0])
-        np.testing.assert_array_equal(places.lengths_B, lengths[number])
+        np.testing.assert_array_equal(places.lengths_B, lengths[number][places.rows_B])
         width = rows.tokens_BP.shape[1] + 12
         return SimpleNamespace(number=number, tokens_BT=np.zeros((32, width))), control, {}
 

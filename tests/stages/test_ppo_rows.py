@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rlhf_jax.data.batches import PromptBatch
-from rlhf_jax.data.placing import Groups
+from rlhf_jax.data.placing import Groups, place
 from rlhf_jax.engine.generate import Rollout
 from rlhf_jax.stages.ppo_config import PPOConfig
 from rlhf_jax.stages.ppo_rows import RowPacking, RowSizes, Scored
@@ -32,9 +32,9 @@ def batch(answers: np.ndarray) -> tuple[PromptBatch, Rollout]:
     return prompts, Rollout(**arrays)
 
 
-def packing(mesh: str = "1x1", **changes: Any) -> RowPacking:
+def packing(mesh: str = "1x1", longest: int = LONGEST, **changes: Any) -> RowPacking:
     cfg = PPOConfig(batch_size=B, max_answer_seq_len=R, **{"packing": True, **changes})
-    return RowPacking.create(cfg, Driver(OPT, mesh).engine.compute, LONGEST)
+    return RowPacking.create(cfg, Driver(OPT, mesh).engine.compute, longest)
 
 
 def measured(answers: np.ndarray) -> tuple[PromptBatch, RowSizes]:
@@ -67,6 +67,21 @@ def test_a_batch_to_score_is_as_wide_as_any_and_says_what_it_saves() -> None:
     assert (wide.tokens_BP[:, P:] == 0).all()
     assert saved == {"perf/score_tokens_saved": pytest.approx(1 - places.num_tokens / (B * 40))}
     assert 0.1 < saved["perf/score_tokens_saved"] < 1 - sizes.lengths_B.sum() / (B * 40)
+
+
+def test_rows_are_scored_on_devices_that_have_about_as_many_tokens() -> None:
+    """Where one device wrote all the long answers, its rows alone could not be packed."""
+    prompts, sizes = measured(np.where(np.arange(B) < B // 4, R, 1))
+    groups = Groups(4)
+    assert place(sizes.lengths_B, groups, width=LONGEST + R, unpacked=P + R) is None
+    _, places, saved = packing("4x1").score(prompts, sizes)
+    assert places is not None
+    rows, entries = np.asarray(places.rows_B), np.asarray(places.entries_B)
+    np.testing.assert_array_equal(places.lengths_B, sizes.lengths_B[rows])
+    np.testing.assert_array_equal(rows[entries], np.arange(B))
+    sums = groups.split(np.asarray(places.lengths_B)).sum(1)
+    assert sums.max() < 1.2 * sums.min()
+    assert saved["perf/score_tokens_saved"] > 0.3
 
 
 def test_full_rows_are_scored_and_trained_as_without() -> None:
@@ -107,3 +122,25 @@ def test_rows_of_a_minibatch_are_dealt_to_devices_and_parts_by_their_lengths() -
     after = groups.split(sizes.lengths_B[order]).sum(1)
     assert after.max() < 1.2 * after.min()
     np.testing.assert_array_equal(places.lengths_B, sizes.lengths_B[order])
+
+
+def test_no_update_has_more_tokens_than_rows_as_wide_as_their_bucket() -> None:
+    """Two rows a device of 39 tokens, whose bucket is 40 wide: of eighths of two rows of 72 the
+    smallest that holds both has 96 tokens.
+    """
+    lengths_B = np.where(np.arange(B) < 8, P + R - 1, 5)
+    rows, groups = np.arange(8), Groups(4)
+    sequences = place(lengths_B[rows], groups, width=72, unpacked=72)
+    assert sequences is not None
+    assert sequences.num_tokens == 96
+    batch = scored_batch(RowSizes(lengths_B, P + R), 72)
+    order, places, saved = packing("4x1", 48).minibatch(rows, batch)
+    assert places is not None
+    np.testing.assert_array_equal(places.lengths_B, lengths_B[order])
+    np.testing.assert_array_equal(places.begins_B, np.arange(8) % 2 * (P + R))
+    assert (places.num_sequences, places.length) == (2, P + R)
+    assert saved == {"perf/update_tokens_saved": 0}
+    _, places, saved = packing("4x1", 48).minibatch(rows + 8, batch)
+    assert places is not None
+    assert saved["perf/update_tokens_saved"] == pytest.approx(1 - places.num_tokens / 80)
+    assert saved["perf/update_tokens_saved"] > 0.5

@@ -82,6 +82,18 @@ def place(lengths_B: np.ndarray, groups: Groups, *, width: int, unpacked: int) -
     )
 
 
+def alone(lengths_B: np.ndarray, groups: Groups, width: int) -> Places:
+    """A sequence of `width` tokens for each row."""
+    num_rows = len(lengths_B) // groups.count
+    begins = np.broadcast_to(np.arange(num_rows) * width, (groups.count, num_rows))
+    return Places(
+        begins_B=groups.join(begins).astype(np.int32),
+        lengths_B=lengths_B.astype(np.int32),
+        num_sequences=num_rows,
+        length=width,
+    )
+
+
 def spread(lengths: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray, int]:
     """Rows over `count` sequences, the longest first, each to the shortest sequence: the number of
     each row's sequence, where in it the row begins, and the tokens of the longest sequence.

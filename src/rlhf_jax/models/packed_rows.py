@@ -1,8 +1,11 @@
-"""Rows of a batch in sequences that hold several, and back: each shard packs rows of its own.
+"""Rows of a batch in sequences that hold several, and back: each shard packs rows of its own, or
+those that are dealt to it.
 
 A batch stays `[B, T]`, rows padded on the right; only what goes through the layers is packed. What
 was computed is read where a row asks for it, so that everything behind is row by row again.
 """
+
+from dataclasses import replace
 
 import flax.struct
 import jax
@@ -11,6 +14,9 @@ import numpy as np
 
 from meshes.layout import Layout
 from meshes.reshard import local_shards
+
+type Rows = jax.Array | np.ndarray
+"""A number of each row."""
 
 
 @flax.struct.dataclass
@@ -23,17 +29,27 @@ class Places:
         lengths_B: int32, tokens of each row; 0: it stands nowhere.
         num_sequences: of each shard; static.
         length: tokens of a sequence; static.
+        rows_B: int32, where rows are dealt out to the shards: the row of the batch that each entry
+            of `begins_B` and `lengths_B` belongs to.
+        entries_B: int32, with them the entry of each row of the batch.
     """
 
-    begins_B: jax.Array | np.ndarray
-    lengths_B: jax.Array | np.ndarray
+    begins_B: Rows
+    lengths_B: Rows
     num_sequences: int = flax.struct.field(pytree_node=False)
     length: int = flax.struct.field(pytree_node=False)
+    rows_B: Rows | None = None
+    entries_B: Rows | None = None
 
     @property
     def num_tokens(self) -> int:
         """Of all sequences of a shard."""
         return self.num_sequences * self.length
+
+    def of_rows(self, order_B: np.ndarray) -> "Places":
+        """The same for a batch whose row `order_B[n]` has entry n."""
+        rows_B, entries_B = order_B.astype(np.int32), np.argsort(order_B).astype(np.int32)
+        return replace(self, rows_B=rows_B, entries_B=entries_B)
 
 
 def pack_rows(tokens_BT: jax.Array, places: Places, layout: Layout) -> tuple[jax.Array, jax.Array]:
@@ -54,6 +70,7 @@ def pack_rows(tokens_BT: jax.Array, places: Places, layout: Layout) -> tuple[jax
 
     rows, one = ("batch", None), ("batch",)
     run = local_shards(local, layout, in_axes=(rows, one, one), out_axes=[rows, rows])
+    tokens_BT = _take(tokens_BT, places.rows_B, layout)
     tokens_NT, starts_NT = run(tokens_BT, places.begins_B, places.lengths_B)
     return tokens_NT, starts_NT
 
@@ -76,7 +93,9 @@ def read_rows(
 
     axes, one = ("batch",) + (None,) * (array_NT.ndim - 1), ("batch",)
     run = local_shards(local, layout, in_axes=(axes, one, one, one), out_axes=axes)
-    return run(array_NT, start_B, places.begins_B, places.lengths_B)
+    start_B = _take(start_B, places.rows_B, layout)
+    read = run(array_NT, start_B, places.begins_B, places.lengths_B)
+    return _take(read, places.entries_B, layout)
 
 
 def answers_first(
@@ -108,8 +127,8 @@ def answers_first(
     run = local_shards(
         local, layout, in_axes=(wide, rows, one, one, one), out_axes=[wide, rows, one]
     )
-    args = hidden_NTW, targets_BR, prompt_lengths_B, places.begins_B, places.lengths_B
-    hidden_BRW, targets_BR, counts_B = run(*args)
+    dealt = (_take(array, places.rows_B, layout) for array in (targets_BR, prompt_lengths_B))
+    hidden_BRW, targets_BR, counts_B = run(hidden_NTW, *dealt, places.begins_B, places.lengths_B)
     return hidden_BRW, targets_BR, counts_B
 
 
@@ -124,7 +143,17 @@ def answers_in_rows(
 
     rows, one = ("batch", None), ("batch",)
     run = local_shards(local, layout, in_axes=(rows, one, one), out_axes=rows)
-    return run(array_BR, prompt_lengths_B, places.lengths_B)
+    prompt_lengths_B = _take(prompt_lengths_B, places.rows_B, layout)
+    back = run(array_BR, prompt_lengths_B, places.lengths_B)
+    return _take(back, places.entries_B, layout)
+
+
+def _take(array_B: jax.Array, rows_B: Rows | None, layout: Layout) -> jax.Array:
+    """These rows of all shards, `[B, ...]`; without `rows_B` each shard's own."""
+    if rows_B is None:
+        return array_B
+    spec = layout.spec("batch", *(None,) * (array_B.ndim - 1))
+    return array_B.at[rows_B].get(out_sharding=spec)
 
 
 def _answers(prompts_B: jax.Array, lengths_B: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:

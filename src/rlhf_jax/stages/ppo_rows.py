@@ -9,7 +9,7 @@ import numpy as np
 from meshes.layout import Layout
 from meshes.multihost import to_host
 from rlhf_jax.data.batches import PromptBatch
-from rlhf_jax.data.placing import Groups, balance, place
+from rlhf_jax.data.placing import Groups, alone, balance, place
 from rlhf_jax.engine.generate import Rollout
 from rlhf_jax.models.packed_rows import Places
 from rlhf_jax.objectives.experience import Experience
@@ -90,13 +90,16 @@ class RowPacking:
         self, prompts: PromptBatch, sizes: RowSizes | None
     ) -> tuple[PromptBatch, Places | None, Saved]:
         """A batch to score, its places, and what they save. Where it is packed, its rows are as
-        wide as those of any other batch.
+        wide as those of any other batch, and go through the models on the devices that `balance`
+        gives them to.
         """
         if sizes is None:
             return prompts, None, {}
         groups = Groups(self.num_shards)
-        places = place(sizes.lengths_B, groups, width=self.widest, unpacked=sizes.width)
+        order = balance(sizes.lengths_B, groups)
+        places = place(sizes.lengths_B[order], groups, width=self.widest, unpacked=sizes.width)
         if places is not None:
+            places = places.of_rows(order)
             more = ((0, 0), (0, self.widest - sizes.width))
             prompts = replace(prompts, tokens_BP=np.pad(prompts.tokens_BP, more))
         tokens = tokens_of(places, groups, len(sizes.lengths_B) * sizes.width)
@@ -104,7 +107,8 @@ class RowPacking:
 
     def minibatch(self, rows: np.ndarray, batch: Scored) -> tuple[np.ndarray, Places | None, Saved]:
         """The rows of an optimizer step, their places, and what they save. Where they are packed,
-        their order gives all devices and parts about as many tokens.
+        their order gives all devices and parts about as many tokens. Sequences are eighths of the
+        widest rows; where rows as wide as their own bucket have fewer tokens, each stands alone.
         """
         sizes = batch.sizes
         if sizes is None:
@@ -113,11 +117,10 @@ class RowPacking:
         order = rows[balance(sizes.lengths_B[rows], groups)]
         width = batch.experience.tokens_BT.shape[1]
         places = place(sizes.lengths_B[order], groups, width=self.widest, unpacked=width)
-        tokens = tokens_of(places, groups, len(rows) * width)
-        return (
-            rows if places is None else order, places,
-            saved("update", tokens, len(rows) * sizes.width),
-        )  # fmt: skip
+        tokens, unpacked = tokens_of(places, groups, len(rows) * width), len(rows) * sizes.width
+        if tokens > unpacked:
+            places, tokens = alone(sizes.lengths_B[order], groups, sizes.width), unpacked
+        return rows if places is None else order, places, saved("update", tokens, unpacked)
 
 
 def tokens_of(places: Places | None, groups: Groups, unpacked: int) -> int:
