@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-KEY = 20
-"""Rounding draws from a key of its own: it has nothing to do with what is trained."""
+SEED = 20
+"""Rounding draws from a seed of its own: it has nothing to do with what is trained."""
 
 
 def split_state(opt_state: Any, params: Any) -> tuple[list[Any], Any]:
@@ -54,16 +54,13 @@ def with_bfloat16_moments(
         parts, outer = split_state(state.inner, updates)
         wide = [_map(lambda leaf, _: leaf.astype(jnp.float32), part) for part in parts]
         changes, after = inner.update(updates, join_state(wide, outer, updates), params)
-        key = jax.random.fold_in(jax.random.key(KEY), state.rounds)
+        seed = mixed(state.rounds.astype(jnp.uint32) + SEED)
 
         def narrow(which: int, part: Any) -> Any:
-            return _map(
-                lambda leaf, n: round_stochastically(
-                    leaf, key=jax.random.fold_in(jax.random.fold_in(key, which), n)
-                ),
-                part,
-                numbers,
-            )
+            def one(leaf: jax.Array, number: Any) -> jax.Array:
+                return round_stochastically(leaf, nth_seed(seed, len(parts) * number + which))
+
+            return _map(one, part, numbers)
 
         parts, outer = split_state(after, updates)
         parts = [narrow(which, part) for which, part in enumerate(parts)]
@@ -79,16 +76,44 @@ def _map(function: Callable[[jax.Array, Any], jax.Array], part: Any, numbers: An
     return [function(leaf, n if numbers is None else numbers[n]) for n, leaf in enumerate(part)]
 
 
-def round_stochastically(x: jax.Array, *, key: jax.Array) -> jax.Array:
+def round_stochastically(x: jax.Array, seed: jax.Array) -> jax.Array:
     """Float32 to one of the two nearest bfloat16, with probabilities whose mean is x.
 
     The 16 bits that bfloat16 lacks are the distance to the lower neighbour in 65536ths of the
     spacing: 16 random bits are added and then cut off.
     """
-    placed = jax.typeof(x).sharding
-    random = jax.random.bits(
-        key, x.shape, jnp.uint16, out_sharding=None if placed.mesh.empty else placed
-    )
-    bits = lax.bitcast_convert_type(x, jnp.uint32) + random.astype(jnp.uint32)
+    bits = lax.bitcast_convert_type(x, jnp.uint32) + (random_bits(x, seed) >> 16)
     rounded = lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
     return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
+
+
+def nth_seed(seed: jax.Array, number: jax.typing.ArrayLike) -> jax.Array:
+    """One of the seeds that follow from one, uint32: an addition, since there is one for each leaf
+    and every operation of a leaf is compiled.
+    """
+    return seed + jnp.asarray(number, jnp.uint32) * jnp.uint32(0x9E3779B9)
+
+
+def random_bits(x: jax.Array, seed: jax.Array) -> jax.Array:
+    """32 bits for each number of `x`, from its place alone.
+
+    A few integer operations that are part of the loop over the numbers. JAX's generators compile
+    to a hundred a number, in every loop that reads them: minutes for a large model.
+    """
+    place = jax.typeof(x).sharding
+    place = None if place.mesh.empty else place
+    index, stride = jnp.uint32(0), 1
+    for axis in reversed(range(x.ndim)):
+        along = lax.broadcasted_iota(jnp.uint32, x.shape, axis, out_sharding=place)
+        index, stride = index + along * jnp.uint32(stride), stride * x.shape[axis]
+    return mixed(mixed(index) + seed)
+
+
+def mixed(x: jax.Array) -> jax.Array:
+    """A bijection of uint32 in which every bit depends on every other.
+
+    The constants are "lowbias32" of C. Wellons, Prospecting for Hash Functions, 2018.
+    """
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
