@@ -270,8 +270,9 @@ def sweep_plans(case: cases.DecodeCase, args: argparse.Namespace) -> list[tiling
     """The chosen tiling first, then those of the command line."""
     heads_per_group = case.query_heads // case.kv_heads
     chosen = tiling.choose(
-        case.batch, case.kv_heads, heads_per_group, case.head_size, case.cached, case.window
-    )
+        case.batch, case.kv_heads, heads_per_group, case.head_size, case.cached, case.window,
+        2 if case.form is None else 1,
+    )  # fmt: skip
     splits = args.splits or sorted({1, chosen.num_splits, 2 * chosen.num_splits})
     # The vector form keeps every head in registers: many of them spill and compile slowly.
     forms = [form for form in args.forms if form == "dot" or heads_per_group <= 4]

@@ -72,7 +72,7 @@ def decode_attention(
     B, G, E, K = qkv_BGEK.shape
     M, S, dtype = E - 2, k_cache_BGSK.shape[2], qkv_BGEK.dtype
     if tiling is None:
-        tiling = tilings.choose(B, G, M, K, S, window)
+        tiling = tilings.choose(B, G, M, K, S, window, k_cache_BGSK.dtype.itemsize)
     caches = [a for a in (k_cache_BGSK, v_cache_BGSK, k_scale_BGS, v_scale_BGS) if a is not None]
     turn = [a for a in (cos_BK, sin_BK) if a is not None]
     call = _pallas_call((B, G, M, S, K), dtype, caches, len(turn), window, tiling, interpret)

@@ -9,6 +9,7 @@ from kernels_pallas.triton import SMALLEST_DOT, next_power_of_2
 
 STREAMING_MULTIPROCESSORS = 132  # H100 and H200; only a target for the number of programs
 MOST_WARPS = 4
+MANY = 512  # programs that keep all multiprocessors loading
 
 
 @dataclass(frozen=True)
@@ -38,27 +39,35 @@ class Tiling:
 
 
 def choose(
-    batch: int, kv_heads: int, heads_per_group: int, head_size: int, cached: int, window: int | None
+    batch: int,
+    kv_heads: int,
+    heads_per_group: int,
+    head_size: int,
+    cached: int,
+    window: int | None,
+    itemsize: int = 2,
 ) -> Tiling:
-    """The tiling for these shapes.
+    """The tiling for these shapes and a cache of numbers of so many bytes.
 
-    Timed on an H200 with one query head a group, K=64 and 64 rows: one warp that reads 32 positions
-    at a time was the fastest, and one program for each row and head; with 8 rows one program of 4
-    warps that read 128 (11.3 us; 4 splits of one warp with their reduction 12.6). The rest is
-    derived: a wider head keeps the numbers per thread; fewer rows are split until there are
-    `programs_per_sm`; at 4 query heads a group the vector form needs more instructions for a loaded
-    number than the memory's speed leaves them, and (K=128, 2 warps) more registers than a thread
-    has.
+    Timed on an H200 with 384 of 512 positions (docs/log.md). Numbers of two bytes go to the tensor
+    cores even where only one of their 16 rows is used: the vector units are busy with conversions
+    and sums while they could load. Only with wide heads or a group does that pay with few programs.
+    Others are converted either way: those of one byte by one warp a row that reads 32 positions,
+    float32 (which the tensor cores would round) by as many warps as keep the numbers per thread.
     """
-    use_dot = heads_per_group >= 4
-    if use_dot:
-        block, num_warps, programs_per_sm = 64, 4, 4
-    else:
-        block, num_warps, programs_per_sm = 32, max(1, next_power_of_2(head_size) // 64), 8
     live = cached if window is None else min(cached, window)
-    wanted = STREAMING_MULTIPROCESSORS * programs_per_sm // (batch * kv_heads)
-    if 1 < wanted * num_warps <= MOST_WARPS and live >= 2 * block * wanted:
-        more = next_power_of_2(wanted)
-        return Tiling(block * more, num_warps * more, 1, use_dot)
-    most = max(1, live // (2 * block))
-    return Tiling(block, num_warps, min(max(1, wanted), most), use_dot)
+    programs = batch * kv_heads
+    many = programs >= MANY
+    two_bytes = itemsize == 2
+    use_dot = heads_per_group >= 4 or (
+        two_bytes and (many or heads_per_group > 1 or head_size >= 128)
+    )
+    lanes = next_power_of_2(head_size)
+    if many and not use_dot:
+        return Tiling(32, 1 if itemsize == 1 else max(1, lanes // 64), 1, False)
+    if many:
+        return Tiling(64, min(MOST_WARPS, max(1, lanes // 32)), 1, True)
+    if programs >= STREAMING_MULTIPROCESSORS and live >= 256:
+        return Tiling(128, MOST_WARPS, 1, use_dot)
+    splits = min(-(-MANY // programs), max(1, live // 64))
+    return Tiling(64, MOST_WARPS, splits, use_dot)

@@ -112,7 +112,7 @@ def product_down(
 
 def _few(rows: jax.Array, matrix: jax.Array) -> bool:
     """Whether the kernels are for so many rows."""
-    return len(rows) <= most_rows(matrix.dtype.itemsize)
+    return len(rows) <= most_rows(matrix.dtype.itemsize, matrix.size)
 
 
 def _check_scale(op: str, w_FD: jax.Array, scale_F: jax.Array | None) -> None:

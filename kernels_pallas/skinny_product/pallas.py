@@ -61,7 +61,7 @@ def _why_not(x: jax.Array, w: jax.Array) -> str | None:
             "the kernel takes bfloat16 or float16, with a matrix of the same dtype, int8 or "
             f"float8_e4m3fn, and the operands are {x.dtype}, {w.dtype}"
         )
-    if len(x) > (most := tilings.most_rows(w.dtype.itemsize)):
+    if len(x) > (most := tilings.most_rows(w.dtype.itemsize, w.size)):
         return f"it is for up to {most} rows and there are {len(x)}"
     return None
 

@@ -11,8 +11,10 @@ from kernels_pallas.triton import SMALLEST_DOT, next_power_of_2
 
 MOST_ROWS = 64  # what was timed; with more rows XLA's choice has more to work on
 MOST_ROWS_NARROW = 256  # of one byte a number, in blocks of 64 rows: XLA would widen the matrix
+SMALL = 2**21  # numbers of a matrix that takes as long to start as to read: also up to 256 rows
 MOST_SPLITS = 8
 FULL = 128  # programs that fill the card's 132 multiprocessors
+UNEVEN = 112  # fewer leave too many of them idle
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,11 @@ class Tiling:
         return self.rows or padded_rows(M)
 
 
-def most_rows(itemsize: int) -> int:
-    """Up to how many rows the kernels are for, by the bytes of a number of the matrix."""
-    return MOST_ROWS_NARROW if itemsize == 1 else MOST_ROWS
+def most_rows(itemsize: int, size: int) -> int:
+    """Up to how many rows the kernels are for, by the bytes of a number of the matrix and how many
+    it has.
+    """
+    return MOST_ROWS_NARROW if itemsize == 1 or size <= SMALL else MOST_ROWS
 
 
 def padded_rows(M: int) -> int:
@@ -75,8 +79,8 @@ def choose_up(M: int, F: int, D: int, itemsize: int = 2) -> Tiling | None:
 def choose_down(M: int, F: int, D: int, itemsize: int = 2) -> Tiling | None:
     """The tiling of `[M, F]` times `[F, D]`; None where no tile divides the sizes.
 
-    Timed as above: with many rows more than one program a multiprocessor does not pay, since every
-    part is written and read again.
+    Timed as above: with many rows one program a multiprocessor is best, since every part is written
+    and read again; where tiles do not come out even (80 of OPT-13B's) several smaller ones.
     """
     many = M > SMALLEST_DOT
     tile, block = _largest(D, (64, 32, 16)), _largest(F, _blocks(64, itemsize))
@@ -85,7 +89,18 @@ def choose_down(M: int, F: int, D: int, itemsize: int = 2) -> Tiling | None:
     num_tiles, num_blocks = D // tile, F // block
     wanted = min(MOST_SPLITS, (FULL if many else 2 * FULL) // num_tiles, num_blocks // 4)
     splits = next(n for n in (8, 4, 2, 1) if n <= max(1, wanted) and num_blocks % n == 0)
+    if many and itemsize > 1 and M <= MOST_ROWS and num_tiles * splits < UNEVEN <= num_tiles * 8:
+        return _several(tile, num_tiles, F)
     return Tiling(tile, block, splits, num_warps=4, num_stages=_stages(many, itemsize))
+
+
+def _several(tile: int, num_tiles: int, F: int) -> Tiling:
+    """More than two programs a multiprocessor, each with two warps and fewer blocks under way."""
+    block = _largest(F, (128, 64, 32, 16))
+    assert block is not None
+    even = [n for n in (1, 2, 4, 8) if F // block % n == 0]
+    splits = next((n for n in even if n * num_tiles >= 2 * FULL), even[-1])
+    return Tiling(tile, block, splits, num_warps=2, num_stages=3)
 
 
 def num_parts(M: int, F: int, D: int) -> int:

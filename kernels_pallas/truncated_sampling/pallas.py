@@ -3,7 +3,6 @@
 import jax
 
 from kernels_pallas import dispatch
-from kernels_pallas.triton import silence_backend_deprecation
 from kernels_pallas.truncated_sampling import shortlist, whole
 from kernels_pallas.truncated_sampling.search import Rule
 
@@ -25,6 +24,5 @@ def truncated_sampling(
     logits_BV: jax.Array, keys_B2: jax.Array, *, rule: Rule, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """See api.truncated_sampling."""
-    silence_backend_deprecation()
     kernel = shortlist if 0 < rule.top_k <= shortlist.LONGEST else whole
     return kernel.sample(logits_BV, keys_B2, rule=rule, interpret=interpret)

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
 
-from kernels_pallas.triton import next_power_of_2
+from kernels_pallas.triton import next_power_of_2, silence_backend_deprecation
 from kernels_pallas.truncated_sampling import search
 from kernels_pallas.truncated_sampling.search import Pass, Rule
 
@@ -46,6 +46,7 @@ def launch(
     """Runs `kernel` with a program for each row, or for each of `num_parts` of each row. It sees
     its row of all arrays, which are `[B, n]`. Outputs are `[B, ...]`, those of parts side by side.
     """
+    silence_backend_deprecation()
     B = len(arrays[0])
 
     def place(out: Out) -> tuple[pl.BlockSpec, jax.ShapeDtypeStruct]:
