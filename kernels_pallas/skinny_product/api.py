@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas import dispatch
-from kernels_pallas.skinny_product import pallas, reference, xla
+from kernels_pallas.skinny_product import digits, pallas, reference, xla
 from kernels_pallas.skinny_product.tiling import most_rows
 
 UP = dispatch.kernel_table(
@@ -19,6 +19,12 @@ DOWN = dispatch.kernel_table(
     pallas.why_not_interpret_down,
     reference.product_down,
 ) | {"xla": dispatch.Implementation(xla.product_down, dispatch.always)}
+UP_INT8 = dispatch.kernel_table(
+    digits.product_up, digits.why_not, digits.why_not_interpret, reference.product_up
+)
+DOWN_TRANSPOSED = dispatch.kernel_table(
+    digits.product_down, digits.why_not, digits.why_not_interpret, reference.product_down_transposed
+) | {"xla": dispatch.Implementation(xla.product_down_transposed, dispatch.always)}
 GPU_ORDER = ("pallas", "reference")
 ACTIVATIONS = (None, "relu")  # the backend has no erf
 
@@ -37,7 +43,8 @@ def product_up(
     """`activation(x w^T + bias)`, or `silu(x gate^T) * (x w^T + bias)` where there is a gate.
 
     A matrix of one byte a number (int8, float8_e4m3fn) is `scale_F[:, None]` times what it holds:
-    its numbers are whole in x's dtype, and the float32 sums are scaled.
+    its numbers are whole in x's dtype, and the float32 sums are scaled. With int8 the kernel gives
+    x 15 bits relative to the largest number of a row.
 
     Args:
       x_MD: one row a sequence.
@@ -73,8 +80,10 @@ def product_up(
             f"product_up: activation={activation!r} with{'' if gate_FD is not None else 'out'} a "
             f"gate; use one of {ACTIVATIONS}, and None with a gate"
         )
+    is_int8 = all(w.dtype == jnp.int8 for w in (w_FD, gate_FD) if w is not None)
+    table = UP_INT8 if is_int8 else UP
     return dispatch.run(
-        "product_up", UP, GPU_ORDER if _few(x_MD, w_FD) else ("reference",), implementation,
+        "product_up", table, GPU_ORDER if _few(x_MD, w_FD) else ("reference",), implementation,
         x_MD, w_FD, bias_F, gate_FD, scale_F, gate_scale_F, activation=activation,
     )  # fmt: skip
 
@@ -108,6 +117,25 @@ def product_down(
     _check_scale("product_down", w_FD, scale_F)
     order = GPU_ORDER if _few(y_MF, w_FD) else ("xla", "reference")
     return dispatch.run("product_down", DOWN, order, implementation, y_MF, w_FD, scale_F)
+
+
+def product_down_transposed(
+    y_MF: jax.Array, w_DF: jax.Array, scale_F: jax.Array, *, implementation: str | None = None
+) -> jax.Array:
+    """`product_down` of an int8 matrix that lies with its contracted dimension last, `w_DF`: so
+    the tensor cores read int8. The kernel gives scaled y 15 bits relative to its row's largest
+    number. The rest is as of `product_down`.
+    """
+    fits = w_DF.ndim == 2 and y_MF.ndim == 2 and y_MF.shape[1:] == w_DF.shape[1:] == scale_F.shape
+    if not fits or (w_DF.dtype, scale_F.dtype) != (jnp.int8, jnp.float32):
+        raise ValueError(
+            f"product_down_transposed: got y {y_MF.shape}, {w_DF.dtype}{list(w_DF.shape)} and "
+            f"scale {scale_F.dtype}{list(scale_F.shape)}; expected [M,F], int8[D,F], float32[F]"
+        )
+    order = GPU_ORDER if _few(y_MF, w_DF) else ("xla", "reference")
+    return dispatch.run(
+        "product_down_transposed", DOWN_TRANSPOSED, order, implementation, y_MF, w_DF, scale_F
+    )
 
 
 def _few(rows: jax.Array, matrix: jax.Array) -> bool:

@@ -24,14 +24,23 @@ def why_not_up(
     x_MD: jax.Array, w_FD: jax.Array, *arrays: jax.Array | None, activation: str | None
 ) -> str | None:
     """Reason why the compiled kernel does not take product_up's arguments, or None."""
-    return _why_not(x_MD, w_FD) or why_not_interpret_up(x_MD, w_FD, *arrays, activation=activation)
+    return why_not_operands(x_MD, w_FD) or why_not_interpret_up(
+        x_MD, w_FD, *arrays, activation=activation
+    )
 
 
 def why_not_interpret_up(
-    x_MD: jax.Array, w_FD: jax.Array, *arrays: jax.Array | None, activation: str | None
+    x_MD: jax.Array,
+    w_FD: jax.Array,
+    bias_F: jax.Array | None,
+    gate_FD: jax.Array | None,
+    *scales: jax.Array | None,
+    activation: str | None,
 ) -> str | None:
     """The limits that do not depend on the platform."""
-    del arrays, activation
+    del bias_F, scales, activation
+    if gate_FD is not None and gate_FD.dtype != w_FD.dtype:
+        return f"the matrix is {w_FD.dtype} and its gate {gate_FD.dtype}"
     F, D = w_FD.shape
     plan = tilings.choose_up(len(x_MD), F, D, w_FD.dtype.itemsize)
     return None if plan else f"no tile divides a matrix of {w_FD.shape}"
@@ -39,7 +48,7 @@ def why_not_interpret_up(
 
 def why_not_down(y_MF: jax.Array, w_FD: jax.Array, scale_F: jax.Array | None) -> str | None:
     """Reason why the compiled kernel does not take product_down's arguments, or None."""
-    return _why_not(y_MF, w_FD) or why_not_interpret_down(y_MF, w_FD, scale_F)
+    return why_not_operands(y_MF, w_FD) or why_not_interpret_down(y_MF, w_FD, scale_F)
 
 
 def why_not_interpret_down(
@@ -52,7 +61,8 @@ def why_not_interpret_down(
     return None if plan else f"no tile divides a matrix of {w_FD.shape}"
 
 
-def _why_not(x: jax.Array, w: jax.Array) -> str | None:
+def why_not_operands(x: jax.Array, w: jax.Array) -> str | None:
+    """Reason why the compiled kernels do not take rows and a matrix, whatever their sizes."""
     if reason := dispatch.why_not_gpu():
         return reason
     narrow = w.dtype in (jnp.int8, jnp.float8_e4m3fn)
@@ -119,7 +129,7 @@ def _up_kernel(
     def step(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         part = pl.ds(i * plan.block, plan.block)
         weights = [plt.load(ref.at[:, part], eviction_policy="evict_first") for ref in weight_refs]
-        x = load(x_ref.at[:, part], _rows_ok(here, M, rows, plan.block))
+        x = load(x_ref.at[:, part], rows_ok(here, M, rows, plan.block))
         products = (
             plt.dot(w, x, trans_b=True) if plan.matrix_first else plt.dot(x, w, trans_b=True)
             for w in (w.astype(x.dtype) for w in weights)
@@ -136,11 +146,12 @@ def _up_kernel(
     y, *gate = sums
     for ref in bias_refs:
         y = y + ref[...].astype(jnp.float32)[None, :]
-    y = _activate(y, gate, activation)
-    plt.store(y_ref, y.astype(y_ref.dtype), mask=_rows_ok(here, M, rows, plan.tile))
+    y = activate(y, gate, activation)
+    plt.store(y_ref, y.astype(y_ref.dtype), mask=rows_ok(here, M, rows, plan.tile))
 
 
-def _activate(y: jax.Array, gate: list[jax.Array], activation: str | None) -> jax.Array:
+def activate(y: jax.Array, gate: list[jax.Array], activation: str | None) -> jax.Array:
+    """What `product_up` makes of its one or two products."""
     if gate:
         return gate[0] / (1.0 + jnp.exp(-gate[0])) * y
     if activation == "relu":
@@ -188,17 +199,17 @@ def _down_kernel(y_ref: Any, w_ref: Any, *refs: Any, M: int, plan: Tiling):
     def step(i: jax.Array, total: jax.Array) -> jax.Array:
         part = pl.ds(first + i * plan.block, plan.block)
         w = plt.load(w_ref.at[part, :], eviction_policy="evict_first")
-        y = load(y_ref.at[:, part], _rows_ok(here, M, rows, plan.block))
+        y = load(y_ref.at[:, part], rows_ok(here, M, rows, plan.block))
         for ref in scale_refs:
             y = (y.astype(jnp.float32) * plt.load(ref.at[part])[None, :]).astype(y.dtype)
         return total + plt.dot(y, w.astype(y.dtype))
 
     empty = jnp.zeros((rows, plan.tile), jnp.float32)
     total = lax.fori_loop(0, share // plan.block, step, empty)
-    plt.store(part_ref, total, mask=_rows_ok(here, M, rows, plan.tile))
+    plt.store(part_ref, total, mask=rows_ok(here, M, rows, plan.tile))
 
 
-def _rows_ok(first: jax.Array, M: int, rows: int, columns: int) -> jax.Array | None:
+def rows_ok(first: jax.Array, M: int, rows: int, columns: int) -> jax.Array | None:
     """Mask `[rows, columns]` of the rows from `first` on that exist; None where all do."""
     if M % rows == 0:
         return None

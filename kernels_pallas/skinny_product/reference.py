@@ -41,3 +41,8 @@ def product_down(y_MF: jax.Array, w_FD: jax.Array, scale_F: jax.Array | None) ->
         y_MF = (y_MF.astype(jnp.float32) * scale_F[None, :]).astype(y_MF.dtype)
     w_FD = w_FD.astype(y_MF.dtype)
     return jnp.einsum("MF,FD->MD", y_MF, w_FD, preferred_element_type=jnp.float32)[None]
+
+
+def product_down_transposed(y_MF: jax.Array, w_DF: jax.Array, scale_F: jax.Array) -> jax.Array:
+    """See api.product_down_transposed."""
+    return product_down(y_MF, w_DF.T, scale_F)

@@ -18,3 +18,8 @@ def product_down(y_MF: jax.Array, w_FD: jax.Array, scale_F: jax.Array | None) ->
         y_MF = (y_MF.astype(jnp.float32) * scale_F[None, :]).astype(y_MF.dtype)
     y_MJI, w_JID = y_MF.reshape(M, J, F // J), w_FD.astype(y_MF.dtype).reshape(J, F // J, D)
     return jnp.einsum("MJI,JID->JMD", y_MJI, w_JID, preferred_element_type=jnp.float32)
+
+
+def product_down_transposed(y_MF: jax.Array, w_DF: jax.Array, scale_F: jax.Array) -> jax.Array:
+    """See api.product_down_transposed."""
+    return product_down(y_MF, w_DF.T, scale_F)

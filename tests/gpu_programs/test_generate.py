@@ -85,7 +85,8 @@ def test_a_token_is_one_graph(compiled: Compile, mesh, inference_tp, changes):
 @pytest.mark.parametrize(("mesh", "inference_tp", "changes"), ALONE)
 def test_a_layer_of_a_token_is_seven_kernels(compiled: Compile, mesh, inference_tp, changes):
     """Four products, attention, and two residual sums with the next norm: from one layer's
-    attention to the next one's; and the sum of what several programs found in one row's cache.
+    attention to the next one's; and the sum of what several programs found in one row's cache. In
+    front of a product with a matrix in int8 its rows are split into digits.
     """
     iteration, program = compiled("generate", mesh, inference_tp, **changes)
     kernels = [
@@ -98,9 +99,11 @@ def test_a_layer_of_a_token_is_seven_kernels(compiled: Compile, mesh, inference_
     assert len(starts) == iteration.actor.num_layers == 2
     layer = kernels[starts[0] : starts[1]]
     assert sum(text.startswith("add_norm") for text in layer) == 2
+    num_digits = sum(text.startswith("int8_digits") for text in layer)
+    assert num_digits == (4 if changes.get("weights") == "int8" else 0)
     splits = re.search(r"grid: \[\d+, \d+, (\d+)\]", layer[0])
     assert splits is not None
-    assert len(layer) == 7 + (int(splits[1]) > 1), layer
+    assert len(layer) == 7 + num_digits + (int(splits[1]) > 1), layer
 
 
 @pytest.mark.parametrize(("mesh", "inference_tp", "changes"), SPREAD)

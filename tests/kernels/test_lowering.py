@@ -16,7 +16,7 @@ from kernels_pallas.attention.api import attention
 from kernels_pallas.decode_attention import pallas
 from kernels_pallas.decode_attention.api import decode_attention
 from kernels_pallas.decode_attention.tiling import Tiling
-from kernels_pallas.skinny_product.api import product_down, product_up
+from kernels_pallas.skinny_product.api import product_down, product_down_transposed, product_up
 from kernels_pallas.truncated_sampling.api import truncated_sampling
 
 H200 = jax.sharding.AbstractMesh(
@@ -92,9 +92,13 @@ def test_skinny_products_of_one_byte_lower(gated: bool, rows: int, form) -> None
     x, w, scale = array((rows, D), jnp.bfloat16), array((F, D), form), array((F,), jnp.float32)
     more = (None, w, scale, scale) if gated else (None, None, scale)
     text = lower_for_h200(product_up, x, w, *more)
-    assert text.count("__gpu$xla.gpu.triton") == 1
+    is_int8 = form == jnp.int8  # digits of the rows are a kernel of their own
+    assert text.count("__gpu$xla.gpu.triton") == 1 + is_int8
     y = array((rows, F), jnp.bfloat16)
     assert lower_for_h200(product_down, y, w, scale).count("__gpu$xla.gpu.triton") == 1
+    if is_int8:
+        text = lower_for_h200(product_down_transposed, y, array((D, F), form), scale)
+        assert text.count("__gpu$xla.gpu.triton") == 2
 
 
 @pytest.mark.parametrize("D", [576, 2048])

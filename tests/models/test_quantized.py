@@ -13,6 +13,7 @@ from meshes.reshard import put_batch
 from rlhf_jax.models.adapted import is_adapted, merge, without_adapters
 from rlhf_jax.models.decoder import forward
 from rlhf_jax.models.lora import LoRAConfig, adapted_specs, combine, int8_paths, split, trains
+from rlhf_jax.models.narrow import narrow_weights
 from rlhf_jax.models.params import (
     compute_layout,
     init_params,
@@ -22,11 +23,13 @@ from rlhf_jax.models.params import (
 )
 from rlhf_jax.models.quantized import (
     Quantized,
+    Transposed,
     declare_int8,
     is_quantized,
     multiply_down,
     multiply_up,
     quantize,
+    transposed,
     widened,
 )
 from tests.models.cases import LLAMA, OPT, random_values
@@ -73,8 +76,13 @@ def test_products_are_those_with_the_numbers_that_int8_stands_for(dtype, toleran
         np.asarray(weight.values_FD, np.float64) * np.asarray(weight.scale_F, np.float64)[:, None]
     )
     up, down = (jnp.asarray(rng.normal(size=(5, n)), dtype) for n in (20, 12))
-    found = multiply_up(up, weight), multiply_down(down, weight, None)
-    expected = np.asarray(up, np.float64) @ exact.T, np.asarray(down, np.float64) @ exact
+    found = (
+        multiply_up(up, weight),
+        multiply_down(down, weight, None),
+        multiply_down(down, transposed(weight), None),
+    )
+    below = np.asarray(down, np.float64) @ exact
+    expected = np.asarray(up, np.float64) @ exact.T, below, below
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == dtype
         np.testing.assert_allclose(np.asarray(one, np.float64), other, **tolerance(dtype))
@@ -169,6 +177,26 @@ def test_only_frozen_matrices_of_layers_are_in_int8():
             assert int8_paths(specs) == expected
             trained, _ = split(specs, trains(specs, lora))
             assert {spec.dtype for spec in leaves(trained)} == {None}
+
+
+def test_of_what_becomes_int8_rows_that_are_contracted_lie_last():
+    """Not what is int8 already, nor below an adapter, nor in fp8: all else reads `[F, D]`."""
+    for kind, lora, names in (
+        ("int8", LoRAConfig(), {"out_ED", "down_FD"}),
+        ("fp8", LoRAConfig(), set()),
+        ("int8", LORA, set()),
+        ("int8", replace(SOME, load_in_8bit=False), {"out_ED"}),
+        ("int8", replace(SOME, only=True), set()),
+    ):
+        _, params, mesh = model(OPT, "1x1", lora)
+        with jax.set_mesh(mesh):
+            narrow = jax.jit(narrow_weights, static_argnums=1)(params, kind).layers[0]
+        found = {name for name, leaf in vars(narrow).items() if isinstance(leaf, Transposed)}
+        assert found == names
+        for name in names:
+            whole = quantize(getattr(params.layers[0], name))
+            np.testing.assert_array_equal(getattr(narrow, name).values_DF, whole.values_FD.T)
+            np.testing.assert_array_equal(getattr(narrow, name).scale_F, whole.scale_F)
 
 
 def leaves(tree: Any) -> list[Any]:

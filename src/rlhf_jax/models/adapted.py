@@ -15,7 +15,7 @@ from jax import lax
 
 from meshes.layout import Layout
 from meshes.reshard import whole
-from rlhf_jax.models.quantized import Quantized, widened
+from rlhf_jax.models.quantized import Quantized, Transposed, widened
 
 
 @flax.struct.dataclass
@@ -39,7 +39,7 @@ class Adapted[Leaf]:
     ranks: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
 
 
-type Matrix[Leaf] = Leaf | Quantized[Leaf] | Adapted[Leaf]
+type Matrix[Leaf] = Leaf | Quantized[Leaf] | Transposed[Leaf] | Adapted[Leaf]
 """What a matrix of a decoder layer may be."""
 
 

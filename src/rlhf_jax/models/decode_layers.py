@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.add_norm.api import add_norm
-from kernels_pallas.skinny_product.api import product_down, product_up
+from kernels_pallas.skinny_product.api import product_down, product_down_transposed, product_up
 from meshes.layout import Layout
 from meshes.reshard import local_shards
 from meshes.spec import ParamSpec
@@ -24,7 +24,7 @@ from rlhf_jax.models.cache import CACHE_AXES, KVCache
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.layers import normalize
 from rlhf_jax.models.params import LayerParams, Norm, Params, is_spec, layer_specs, norm_specs
-from rlhf_jax.models.quantized import Quantized, is_quantized
+from rlhf_jax.models.quantized import Quantized, Transposed, is_quantized, spec_like
 
 
 def fits(params: Params[jax.Array]) -> bool:
@@ -63,7 +63,8 @@ def axes_of(layer: LayerParams[jax.Array], cfg: ModelConfig) -> Any:
     """The logical axes of everything in a layer: a scale lies as the rows that it belongs to."""
 
     def one(spec: ParamSpec, leaf: Any) -> Any:
-        return Quantized(spec.axes, spec.axes[:1]) if is_quantized(leaf) else spec.axes
+        specs = spec_like(spec, leaf) if is_quantized(leaf) else spec
+        return jax.tree.map(lambda spec: spec.axes, specs, is_leaf=is_spec)
 
     return jax.tree.map(one, layer_specs(cfg), layer, is_leaf=is_spec)
 
@@ -81,7 +82,7 @@ def _local(
 ) -> tuple[jax.Array, KVCache]:
     """One device's rows and heads."""
     up = partial(_up, implementation=implementation)
-    down = partial(product_down, implementation=implementation)
+    down = partial(_down, implementation=implementation)
     h = normalize(x, layers[0].attention_norm, cfg) if cfg.pre_norm else x
     turn, new = turn_of(positions, cfg), KVCache([], [])
     for number, (layer, keys, values) in enumerate(
@@ -94,11 +95,11 @@ def _local(
         )
         new.keys.append(keys)
         new.values.append(values)
-        parts = down(out, *numbers(layer.out_ED))
+        parts = down(out, layer.out_ED)
         parts = _over_devices(parts, "heads", layout, x.dtype)
         x, h = _add(x, parts, layer.out_bias_D, after_attention, cfg, implementation)
         hidden = _activated(h, layer, cfg, up)
-        parts = down(hidden, *numbers(layer.down_FD))
+        parts = down(hidden, layer.down_FD)
         parts = _over_devices(parts, "mlp", layout, x.dtype)
         x, h = _add(x, parts, layer.down_bias_D, after_mlp, cfg, implementation)
     if not cfg.pre_norm and final_norm is not None:
@@ -141,9 +142,16 @@ def _up(
     return product_up(h, values, bias, gate_values, scale, gate_scale, **options)
 
 
+def _down(y: jax.Array, weight: Matrix[jax.Array], **options: Any) -> jax.Array:
+    """`product_down` of matrices in any form."""
+    if isinstance(weight, Transposed):
+        return product_down_transposed(y, weight.values_DF, weight.scale_F, **options)
+    return product_down(y, *numbers(weight), **options)
+
+
 def numbers(weight: Matrix[jax.Array]) -> tuple[jax.Array, jax.Array | None]:
     """A matrix without an adapter, and the scale of its rows where it has one byte a number."""
-    assert not isinstance(weight, Adapted)
+    assert not isinstance(weight, Adapted | Transposed)
     if isinstance(weight, Quantized):
         return weight.values_FD, weight.scale_F
     return weight, None

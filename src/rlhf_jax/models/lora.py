@@ -16,7 +16,7 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.families import find_family
 from rlhf_jax.models.hf_table import Columns, Groups
 from rlhf_jax.models.params import init_params, is_spec
-from rlhf_jax.models.quantized import is_quantized, quantized_spec
+from rlhf_jax.models.quantized import is_quantized, quantized_spec, spec_like
 
 MATRICES = ("qkv_ED", "out_ED", "gate_FD", "up_FD", "down_FD")
 HEAD = "head_W"
@@ -148,7 +148,7 @@ def follow(specs: Any, params: Any) -> Any:
 
     def one(spec: ParamSpec, leaf: Any) -> Any:
         if is_quantized(leaf):
-            return quantized_spec(spec)
+            return spec_like(spec, leaf)
         if not is_adapted(leaf):
             return spec
         side = ParamSpec(leaf.side_FA.shape, (spec.axes[0], None), Constant(0.0), rows=spec.rows)

@@ -30,9 +30,24 @@ class Quantized[Leaf]:
     scale_F: Leaf
 
 
+@flax.struct.dataclass
+class Transposed[Leaf]:
+    """A matrix `[F, D]` in int8, and the scale of each of its rows, that lies as the decode step's
+    product of F numbers a row reads it.
+    """
+
+    values_DF: Leaf
+    scale_F: Leaf
+
+
 def is_quantized(node: object) -> bool:
     """Whether a node of a tree is a matrix in int8."""
-    return isinstance(node, Quantized)
+    return isinstance(node, Quantized | Transposed)
+
+
+def transposed(weight: Quantized[jax.Array]) -> Transposed[jax.Array]:
+    """The same matrix, its rows last."""
+    return Transposed(weight.values_FD.T, weight.scale_F)
 
 
 def quantize(weight_FD: jax.Array, dtype: Any = jnp.int8) -> Quantized[jax.Array]:
@@ -69,6 +84,9 @@ def multiply_down(y: jax.Array, weight: Any, out_sharding: Any) -> jax.Array:
     if not is_quantized(weight):
         return jnp.einsum("...F,FD->...D", y, weight, out_sharding=out_sharding)
     y = scaled(y, weight.scale_F)
+    if isinstance(weight, Transposed):
+        values_DF = weight.values_DF.astype(y.dtype)
+        return jnp.einsum("...F,DF->...D", y, values_DF, out_sharding=out_sharding)
     return jnp.einsum(
         "...F,FD->...D", y, weight.values_FD.astype(y.dtype), out_sharding=out_sharding
     )
@@ -85,6 +103,15 @@ def quantized_spec(spec: ParamSpec) -> Quantized[ParamSpec]:
     scale = ParamSpec(spec.shape[:1], spec.axes[:1], Constant(1.0), decay=False, dtype="float32")
     values = ParamSpec(spec.shape, spec.axes, spec.init, spec.decay, spec.rows, dtype="int8")
     return Quantized(values, scale)
+
+
+def spec_like(spec: ParamSpec, leaf: Any) -> Quantized[ParamSpec] | Transposed[ParamSpec]:
+    """The declaration of a matrix in int8 in the form that `leaf` has."""
+    declared = quantized_spec(spec)
+    if not isinstance(leaf, Transposed):
+        return declared
+    values = replace(declared.values_FD, shape=spec.shape[::-1], axes=spec.axes[::-1], rows=None)
+    return Transposed(values, declared.scale_F)
 
 
 def plain_spec(spec: Any) -> ParamSpec:
