@@ -6,7 +6,8 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-DETERMINISTIC = "--xla_gpu_exclude_nondeterministic_ops=true"
+DETERMINISTIC = "--xla_gpu_deterministic_ops=true --xla_gpu_enable_triton_gemm=false"
+"""The second because jaxlib 0.11.2 has no configuration of its own products without autotuning."""
 
 
 def keep_compiled_programs() -> None:
@@ -21,7 +22,8 @@ def exclude_nondeterministic_operations() -> None:
     """Lets XLA compile for GPUs only what gives the same bits in every run.
 
     Left out are sums by atomics: XLA's scatter (the gradient of an embedding) and cuDNN's gradient
-    of attention have slower forms without. The Pallas kernels have no atomics.
+    of attention have slower forms without. The Pallas kernels have no atomics. Products are those
+    of cuBLAS, chosen without timing them: what is fastest may be another in the next run.
 
     Raises:
         ValueError: JAX has started its devices, and XLA read its flags then.
@@ -36,6 +38,6 @@ def exclude_nondeterministic_operations() -> None:
     except RuntimeError as error:
         raise ValueError(
             "deterministic: JAX has started its devices already and no longer reads flags: start "
-            f"Python with XLA_FLAGS={DETERMINISTIC}"
+            f"Python with XLA_FLAGS='{DETERMINISTIC}'"
         ) from error
     os.environ["XLA_FLAGS"] = f"{flags} {DETERMINISTIC}".strip()
