@@ -1,6 +1,7 @@
 """Small runs of all stages through the pipeline, and what they left."""
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from rlhf_jax.cli import to_yaml
 from rlhf_jax.cli.values import replace_fields
@@ -33,6 +35,9 @@ SMALL: dict[str, object] = {
     "ppo.num_eval_prompts": 8,
 }
 """Changes to the recipe `quickstart`: a few steps of 8 rows, which divide over every mesh here."""
+
+NUM_LAYERS = 2
+"""That tests keep of a trained model."""
 
 CLOCK = ("time", "timing_s/", "perf/")
 """Beginnings of metric names that no two runs share."""
@@ -96,6 +101,23 @@ def outcome() -> Callable[[Path], Outcome]:
 def unbroken(small: Config, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """The small run on 4x2, which others are compared with."""
     return train(small(tmp_path_factory.mktemp("unbroken") / "run", {"mesh": "4x2"}))
+
+
+@pytest.fixture(scope="session")
+def stories(shared_data: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first layers of a trained model: each one more is compiled into every program."""
+    directory = tmp_path_factory.mktemp("stories") / "model"
+    shutil.copytree(shared_data("stories260K-hf"), directory, copy_function=shutil.copyfile)
+    directory.chmod(0o700)
+    config = json.loads((directory / "config.json").read_text())
+    dropped = range(NUM_LAYERS, config["num_hidden_layers"])
+    config["num_hidden_layers"] = NUM_LAYERS
+    (directory / "config.json").write_text(json.dumps(config))
+    weights = load_file(directory / "model.safetensors")
+    beginnings = tuple(f"model.layers.{n}." for n in dropped)
+    kept = {name: x for name, x in weights.items() if not name.startswith(beginnings)}
+    save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
 
 
 EXTRAS: dict[str, object] = {

@@ -1,4 +1,7 @@
-"""The quickstart learns: slow, `pytest -m slow`. scripts/learning_check.py does more seeds."""
+"""The quickstart learns: slow, `pytest -m slow`.
+
+Its recipe on one device; DPO with fewer steps. scripts/learning_check.py runs more seeds.
+"""
 
 import json
 import os
@@ -19,12 +22,17 @@ MAX_SHIFT = 0.5
 """Of the mean |log ratio| between the policy that is updated and the one that sampled."""
 
 
+REUSE = ("--step=3", "--ppo.max-steps=10")
+DPO = ("--step=dpo", "--dpo.max-steps=150")
+
+
 def train(directory: Path, *flags: str) -> Path:
     began = time.perf_counter()
     command = [sys.executable, "-m", "rlhf_jax.train", f"--output-dir={directory}", *flags]
-    # Other tests compile with few optimizations: minutes of steps want them all.
-    env = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
-    subprocess.run(command, check=True, env=env)
+    # Other tests compile with few optimizations: minutes of steps want them all. One thread for one
+    # device, beside the tests on the other cores.
+    env = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "NPROC": "1"}
+    subprocess.run([*command, "--mesh=1x1", "--seed=0"], check=True, env=env)
     print(f"{directory.name}: {time.perf_counter() - began:.0f} s")
     return directory
 
@@ -32,7 +40,7 @@ def train(directory: Path, *flags: str) -> Path:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All three stages of the default recipe."""
-    return train(tmp_path_factory.mktemp("learning") / "whole", "--seed=0")
+    return train(tmp_path_factory.mktemp("learning") / "whole")
 
 
 def right_answers(directory: Path, when: str, how: str, stage: str = "ppo") -> float:
@@ -54,8 +62,7 @@ def test_reusing_experience_keeps_the_policy_near_the_one_that_sampled(
     whole: Path, tmp_path: Path, reuse: str
 ) -> None:
     start = [f"--actor-model={whole / 'sft'}", f"--reward-model={whole / 'reward'}"]
-    flags = ["--recipe=quickstart", "--step", "3", "--seed=0", "--ppo.max-steps=10", *start, reuse]
-    directory = train(tmp_path / "run", *flags)
+    directory = train(tmp_path / "run", "--recipe=quickstart", *start, *REUSE, reuse)
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     name = "policy/abs_log_ratio"
     shifts = [row[name] for row in map(json.loads, lines) if name in row]
@@ -65,8 +72,8 @@ def test_reusing_experience_keeps_the_policy_near_the_one_that_sampled(
 
 def test_dpo_does_so_in_place_of_a_reward_model_and_ppo(whole: Path, tmp_path: Path) -> None:
     """From the same step 1, on the pairs that step 2 saw."""
-    flags = ("--recipe=quickstart", "--step=dpo", "--seed=0", f"--actor-model={whole / 'sft'}")
-    directory = train(tmp_path / "dpo", *flags)
+    start = f"--actor-model={whole / 'sft'}"
+    directory = train(tmp_path / "dpo", "--recipe=quickstart", start, *DPO)
     for how, least in (("sampled", MIN_GAIN), ("greedy", -MAX_GREEDY_LOSS)):
         before, after = (
             right_answers(directory, when, how, stage="dpo") for when in ("before", "after")

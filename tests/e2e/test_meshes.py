@@ -5,11 +5,9 @@
 
 import gzip
 import json
-import shutil
 from pathlib import Path
 
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from rlhf_jax.data.blend import DataConfig
 from rlhf_jax.stages.config import TrainConfig
@@ -18,7 +16,6 @@ from rlhf_jax.stages.supervised_config import RewardConfig, SFTConfig
 
 NUM_ROWS = 64
 MESHES = ("1x1", "8x1")
-NUM_LAYERS = 2
 
 
 @pytest.fixture(scope="module")
@@ -32,23 +29,6 @@ def short_dialogues(shared_data, tmp_path_factory: pytest.TempPathFactory) -> Pa
     path = tmp_path_factory.mktemp("hh") / "train.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows[:NUM_ROWS]), encoding="utf-8")
     return path
-
-
-@pytest.fixture
-def model(shared_data, tmp_path: Path) -> Path:
-    """The first layers of a trained model: each one more is compiled into every program."""
-    directory = tmp_path / "model"
-    shutil.copytree(shared_data("stories260K-hf"), directory, copy_function=shutil.copyfile)
-    directory.chmod(0o700)
-    config = json.loads((directory / "config.json").read_text())
-    dropped = range(NUM_LAYERS, config["num_hidden_layers"])
-    config["num_hidden_layers"] = NUM_LAYERS
-    (directory / "config.json").write_text(json.dumps(config))
-    weights = load_file(directory / "model.safetensors")
-    beginnings = tuple(f"model.layers.{n}." for n in dropped)
-    kept = {name: x for name, x in weights.items() if not name.startswith(beginnings)}
-    save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
-    return directory
 
 
 def is_pair(chosen: str, rejected: str) -> bool:
@@ -86,10 +66,10 @@ def config(mesh: str, model: Path, data: Path, directory: Path) -> TrainConfig:
 
 
 def test_both_meshes_take_the_same_steps(
-    model, short_dialogues, run, same_metrics, tmp_path
+    stories, short_dialogues, run, same_metrics, tmp_path
 ) -> None:
     """Sampled tokens are identical, and so losses agree: float32, three stages."""
-    one, other = [run(config(mesh, model, short_dialogues, tmp_path / mesh)) for mesh in MESHES]
+    one, other = [run(config(mesh, stories, short_dialogues, tmp_path / mesh)) for mesh in MESHES]
     answers = one.answers()
     assert any(answer != answers[0, prompt] for (_, prompt), answer in answers.items())
     assert other.answers() == answers

@@ -47,14 +47,13 @@ def train(cfg: TrainConfig) -> dict:
     return json.loads((Path(cfg.output_dir) / "summary.json").read_text())
 
 
-def test_one_step_of_every_stage(here, shared_data, tmp_path) -> None:
+def test_one_step_of_every_stage(here, stories, tmp_path) -> None:
     """With pretraining text and the average: all that the recipe turns on runs together, and can
     be measured.
     """
-    model = shared_data("stories260K-hf")
     flags = (
-        "--recipe=smollm2-hh", f"--output-dir={tmp_path / 'run'}", f"--actor-model={model}",
-        f"--reward-model={model}", "--data-path", *map(here, HELPFUL),
+        "--recipe=smollm2-hh", f"--output-dir={tmp_path / 'run'}", f"--actor-model={stories}",
+        f"--reward-model={stories}", "--data-path", *map(here, HELPFUL),
         f"--ppo.ptx-path={here(WIKITEXT)}", "--reward.batch-size=8", "--reward.max-steps=1",
         "--reward.max-seq-len=128", "--sft.max-seq-len=128", *TINY,
     )  # fmt: skip
@@ -73,11 +72,10 @@ def test_one_step_of_every_stage(here, shared_data, tmp_path) -> None:
     assert "| score, EMA |" in page_with([measured], "", "run")
 
 
-def test_right_answers_are_the_only_reward(here, shared_data, tmp_path) -> None:
+def test_right_answers_are_the_only_reward(here, stories, tmp_path) -> None:
     """No reward model is trained or loaded; the share of right answers is what is told."""
-    model = shared_data("stories260K-hf")
     flags = (
-        "--recipe=smollm2-gsm8k", f"--output-dir={tmp_path / 'run'}", f"--actor-model={model}",
+        "--recipe=smollm2-gsm8k", f"--output-dir={tmp_path / 'run'}", f"--actor-model={stories}",
         f"--data-path={here(GSM8K)}", *TINY, "--sft.max-seq-len=512", "--data.overlong=cut",
     )  # fmt: skip
     cfg = parse(flags)
