@@ -113,7 +113,8 @@ class SamplingCase:
 @dataclass(frozen=True)
 class HalfLayerCase:
     """Half a layer of a decode step, without attention: M rows of width D times `[outputs, D]`,
-    their first columns times `[inputs, D]`, residual sum and norm.
+    their first columns times `[inputs, D]`, residual sum and norm. `form` is the dtype of matrices
+    with one byte a number.
     """
 
     name: str
@@ -124,6 +125,7 @@ class HalfLayerCase:
     activation: str | None = None
     gated: bool = False
     layer_norm: bool = True
+    form: str | None = None
 
 
 ATTENTION_TESTS = (
@@ -233,16 +235,21 @@ HALF_LAYER_TESTS = (
     HalfLayerCase("relu", 3, 32, 64, 64, activation="relu"),
     HalfLayerCase("gated_rms_norm", 2, 32, 48, 48, gated=True, layer_norm=False),
     HalfLayerCase("queries_of_a_projection", 2, 32, 96, 32),
+    HalfLayerCase("relu_int8", 3, 32, 64, 64, activation="relu", form="int8"),
+    HalfLayerCase("gated_int8", 2, 32, 48, 48, gated=True, layer_norm=False, form="int8"),
+    HalfLayerCase("relu_fp8", 3, 32, 64, 64, activation="relu", form="float8_e4m3fn"),
 )
 
 HALF_LAYER_BENCHMARKS = tuple(
-    replace(case, name=f"{case.name}_M{rows}", rows=rows)
+    replace(case, name=f"{case.name}{end}_M{rows}", rows=rows, form=form)
     for case in (
         HalfLayerCase("opt-1.3b_mlp", 0, 2048, 8192, 8192, activation="relu"),
         HalfLayerCase("opt-1.3b_attention", 0, 2048, 6144, 2048),
         HalfLayerCase("opt-6.7b_mlp", 0, 4096, 16384, 16384, activation="relu"),
+        HalfLayerCase("opt-6.7b_attention", 0, 4096, 12288, 4096),
         HalfLayerCase("llama-3-8b_mlp", 0, 4096, 14336, 14336, gated=True, layer_norm=False),
     )
+    for form, end in ((None, ""), ("int8", "_int8"))
     for rows in (1, 8, 64)
 )
 

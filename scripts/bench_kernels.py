@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.flatten_util import ravel_pytree
 
 from kernels_pallas import cases, dispatch
 from kernels_pallas.add_norm.api import add_norm
@@ -29,8 +30,9 @@ from kernels_pallas.attention.api import attention
 from kernels_pallas.decode_attention import pallas, tiling
 from kernels_pallas.decode_attention.api import decode_attention
 from kernels_pallas.decode_attention.narrow import narrowed
-from kernels_pallas.skinny_product.api import product_down, product_up
+from kernels_pallas.skinny_product.api import product_down, product_down_transposed, product_up
 from kernels_pallas.token_logprob.api import token_logprob
+from rlhf_jax.models.quantized import quantize
 from scripts.kernel_rows import HEADER, LARGEST_ERROR, Row, difference, normal, seconds
 
 CACHES_BYTES = 2**28  # several times the card's cache
@@ -63,7 +65,9 @@ def attention_rows(case: cases.AttentionCase, args: argparse.Namespace) -> Itera
     for suffix, function, factor in ((" forward", forward, 1.0), (" forward+backward", both, 3.5)):
         name = f"attention/{case.name}{suffix}"
         got, want = function(plan), function("reference")
-        error = difference(got(*qkv), want(*qkv), args.dtype, name)
+        # All gradients as one array: where a token sees itself alone those of q and k are zero.
+        one, other = (ravel_pytree(f(*qkv))[0] for f in (got, want))
+        error = difference(one, other, args.dtype, name)
         plain = seconds(lambda f=want: f(*qkv), args.repeats, args.calls)
         fast = seconds(lambda f=got: f(*qkv), args.repeats, args.calls)
         yield Row(name, fast, factor * 4 * B * H * K * visible, "TFLOP/s", plain, error)
@@ -194,34 +198,44 @@ class HalfLayerBench:
     def __init__(self, case: cases.HalfLayerCase, args: argparse.Namespace) -> None:
         self.case, self.args = case, args
         D, ups = case.width, 2 if case.gated else 1
-        self.bytes_read = (ups * case.outputs + case.inputs) * D * jnp.dtype(args.dtype).itemsize
+        itemsize = jnp.dtype(case.form or args.dtype).itemsize
+        self.bytes_read = (ups * case.outputs + case.inputs) * D * itemsize
         number = 1 if args.tiny else max(2, -(-CACHES_BYTES // self.bytes_read))
         self.weights = [self.layer(seed) for seed in range(10, 10 + 10 * number, 10)]
         self.x, self.h = (normal(i, (case.rows, D), args.dtype) for i in range(2))
 
-    def layer(self, seed: int) -> dict[str, jax.Array | None]:
-        """Weights of a half layer, by name; sums over their inputs have a deviation near 1."""
+    def layer(self, seed: int) -> dict[str, Any]:
+        """Weights of a half layer, by name; sums over their inputs have a deviation near 1. A
+        matrix has its scale beside it, or None.
+        """
         case, dtype, D = self.case, self.args.dtype, self.case.width
 
-        def matrix(offset: int, rows: int, inputs: int) -> jax.Array:
-            return normal(seed + offset, (rows, D), dtype) * jnp.asarray(inputs**-0.5, dtype)
+        def matrix(offset: int, rows: int, inputs: int) -> tuple[jax.Array, jax.Array | None]:
+            wide = normal(seed + offset, (rows, D), dtype) * jnp.asarray(inputs**-0.5, dtype)
+            if case.form is None:
+                return wide, None
+            rounded = quantize(wide, jnp.dtype(case.form))
+            return rounded.values_FD, rounded.scale_F
 
+        down_FD, down_scale_F = matrix(3, case.inputs, case.inputs)
         return {
-            "up_FD": matrix(0, case.outputs, D),
-            "gate_FD": matrix(1, case.outputs, D) if case.gated else None,
+            "up": matrix(0, case.outputs, D),
+            "gate": matrix(1, case.outputs, D) if case.gated else (None, None),
             "bias_F": None if case.gated else normal(seed + 2, (case.outputs,), dtype),
-            "down_FD": matrix(3, case.inputs, case.inputs),
+            "down": (down_FD.T if case.form == "int8" else down_FD, down_scale_F),
             "scale_D": normal(seed + 4, (D,), dtype),
             "shift_D": normal(seed + 5, (D,), dtype) if case.layer_norm else None,
         }
 
     def step(self, x: jax.Array, h: jax.Array, w: Any, plan: str | None):
         """The residual and the next normalised rows; `plan` is the kernels' implementation."""
+        (up_FD, up_scale_F), (gate_FD, gate_scale_F) = w["up"], w["gate"]
         y = product_up(
-            h, w["up_FD"], w["bias_F"], w["gate_FD"],
+            h, up_FD, w["bias_F"], gate_FD, up_scale_F, gate_scale_F,
             activation=self.case.activation, implementation=plan,
         )[:, : self.case.inputs]  # fmt: skip
-        parts = product_down(y, w["down_FD"], implementation=plan)
+        down = product_down_transposed if self.case.form == "int8" else product_down
+        parts = down(y, *w["down"], implementation=plan)
         return add_norm(
             x, parts, w["shift_D"], w["scale_D"], w["shift_D"], eps=1e-5, implementation=plan
         )
@@ -271,7 +285,7 @@ def sweep_plans(case: cases.DecodeCase, args: argparse.Namespace) -> list[tiling
     heads_per_group = case.query_heads // case.kv_heads
     chosen = tiling.choose(
         case.batch, case.kv_heads, heads_per_group, case.head_size, case.cached, case.window,
-        2 if case.form is None else 1,
+        jnp.dtype(case.form or args.dtype).itemsize,
     )  # fmt: skip
     splits = args.splits or sorted({1, chosen.num_splits, 2 * chosen.num_splits})
     # The vector form keeps every head in registers: many of them spill and compile slowly.

@@ -52,8 +52,9 @@ def choose(
     Timed on an H200 with 384 of 512 positions (docs/log.md). Numbers of two bytes go to the tensor
     cores even where only one of their 16 rows is used: the vector units are busy with conversions
     and sums while they could load. Only with wide heads or a group does that pay with few programs.
-    Others are converted either way: those of one byte by one warp a row that reads 32 positions,
-    float32 (which the tensor cores would round) by as many warps as keep the numbers per thread.
+    Others, which are converted either way (float32 is rounded there), go to them from four heads a
+    group on; else those of one byte take one warp a row and head that reads 32 positions, float32
+    as many warps as keep the numbers per thread.
     """
     live = cached if window is None else min(cached, window)
     programs = batch * kv_heads

@@ -21,9 +21,8 @@ from kernels_pallas.skinny_product.pallas import activate, rows_ok, why_not_oper
 from kernels_pallas.skinny_product.tiling import Tiling
 from kernels_pallas.triton import SMALLEST_DOT, load, next_power_of_2, silence_backend_deprecation
 
-WIDEST = (
-    65536  # lanes of one row that fit a program's registers; int32 holds the sums of twice that
-)
+# Lanes of one row that fit a program's registers; int32 holds the sums of twice that.
+WIDEST = 65536
 LARGEST = 127 * 128.0
 
 

@@ -1,4 +1,7 @@
-"""How products of int8 digits are cut into programs. `rows` are rows of digits: two a row of x."""
+"""How products of int8 digits are cut into programs. `rows` are rows of digits: two a row of x.
+
+`scripts/bench_kernels.py --only half_layer --cases int8` times the choice.
+"""
 
 from kernels_pallas.skinny_product.tiling import FULL, MOST_SPLITS, Tiling
 from kernels_pallas.triton import SMALLEST_DOT, next_power_of_2

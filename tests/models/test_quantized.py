@@ -67,6 +67,14 @@ def test_entries_are_off_by_at_most_half_a_scale_and_zeros_stay():
     assert not np.asarray(found.values_FD)[4].any()
 
 
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_a_row_that_is_not_finite_shows_in_products_and_no_other_is_changed(number, dtype):
+    weight = jnp.ones((3, 4)).at[1, 2].set(number)
+    found = multiply_up(jnp.ones((1, 4)), quantize(weight, dtype))
+    np.testing.assert_array_equal(np.isfinite(found), [[True, False, True]])
+
+
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_products_are_those_with_the_numbers_that_int8_stands_for(dtype, tolerance):
     """In bfloat16 too: the weights themselves are not rounded once more."""

@@ -52,15 +52,16 @@ def transposed(weight: Quantized[jax.Array]) -> Transposed[jax.Array]:
 
 def quantize(weight_FD: jax.Array, dtype: Any = jnp.int8) -> Quantized[jax.Array]:
     """The nearest matrix that int8 (or a float of one byte) with a scale a row can hold; rows of
-    zeros stay zero, and rows next to zero (1e-35) become it.
+    zeros stay zero, and rows next to zero (1e-35) become it. A row with NaN has that as its scale.
     """
     is_float = jnp.issubdtype(dtype, jnp.floating)
     most = float(jnp.finfo(dtype).max) if is_float else LARGEST
     wide = weight_FD.astype(jnp.float32)
     largest_F = jnp.abs(wide).max(axis=1)
-    # A scale below the smallest normal number may be flushed to zero, and is divided by.
+    # A scale below the smallest normal number may be flushed to zero, and is divided by. The
+    # comparison is this way round for NaN, which int8 has not.
     least = most * float(jnp.finfo(jnp.float32).tiny)
-    scale_F = jnp.where(largest_F > least, largest_F / most, 1.0)
+    scale_F = jnp.where(largest_F <= least, 1.0, largest_F / most)
     values_FD = wide / scale_F[:, None]
     return Quantized((values_FD if is_float else jnp.round(values_FD)).astype(dtype), scale_F)
 
