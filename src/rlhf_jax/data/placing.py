@@ -18,7 +18,7 @@ SIZES = 8
 ROWS = 8
 """Rows of a sequence, on average, where there are so many."""
 MULTIPLE = 8
-"""Lengths of sequences are multiples of this many tokens."""
+"""Lengths of sequences that hold several rows are multiples of this many tokens."""
 
 
 @dataclass(frozen=True)
