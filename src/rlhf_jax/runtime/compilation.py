@@ -21,9 +21,9 @@ def keep_compiled_programs() -> None:
 def exclude_nondeterministic_operations() -> None:
     """Lets XLA compile for GPUs only what gives the same bits in every run.
 
-    Left out are sums by atomics: XLA's scatter (the gradient of an embedding) and cuDNN's gradient
-    of attention have slower forms without. The Pallas kernels have no atomics. Products are those
-    of cuBLAS, chosen without timing them: what is fastest may be another in the next run.
+    Left out are sums by atomics: XLA's scatter (the gradient of an embedding) has a slower form
+    without, and attention is the Pallas kernel in place of cuDNN's: these have no atomics. Products
+    are those of cuBLAS, chosen without timing them: what is fastest may be another in the next run.
 
     Raises:
         ValueError: JAX has started its devices, and XLA read its flags then.
