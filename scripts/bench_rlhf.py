@@ -264,6 +264,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--answer", type=int, default=256)
     parser.add_argument("--mesh", help="FxT; without: all devices")
+    parser.add_argument("--inference-tp-size", type=int, help="devices that share a row")
     parser.add_argument("--remat", default="auto", choices=get_args(Remat))
     parser.add_argument("--old-logprobs", default="rollout", choices=["rollout", "train"])
     parser.add_argument("--parts", type=int, help="gradient accumulation; without: what fits")
@@ -324,7 +325,7 @@ def chosen_setting(args: argparse.Namespace, batch: int, shape: MeshShape) -> tu
     for remat, parts in choices(args, batch // (shape.replica * shape.fsdp), limit):
         setting = setting_of(args, batch, parts, remat)
         models = Models(setting.actor, setting.critic, setting.critic)
-        place = Place(shape, None, jax.default_backend())
+        place = Place(shape, args.inference_tp_size, jax.default_backend())
         plan = plan_stage(TrainConfig(step=(3,), ppo=setting.ppo), "ppo", models, place)
         asked = args.parts and args.remat != "auto"
         if asked or limit is None or plan.peak <= FILL * limit:
@@ -366,7 +367,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory:
             cfg = TrainConfig(step=(3,), output_dir=directory, ppo=setting.ppo)
             heads = setting.actor.num_heads, setting.actor.num_kv_heads
-            run = Run(cfg, shape, default_inference_tp(shape, *heads))
+            inference_tp = args.inference_tp_size or default_inference_tp(shape, *heads)
+            run = Run(cfg, shape, inference_tp)
             with jax.set_mesh(run.mesh):
                 began = time.perf_counter()
                 bench = Bench.create(run, setting, varied=args.varied)
