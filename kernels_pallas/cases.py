@@ -184,6 +184,7 @@ DOWN_TESTS = (
     DownCase("several_parts", 5, 512, 32),
     DownCase("rms_norm", 16, 256, 64, layer_norm=False, bias=False),
     DownCase("rms_norm_bias", 3, 48, 80, layer_norm=False),
+    DownCase("layer_norm_no_bias_odd", 13, 64, 144, bias=False),
 )
 
 SAMPLING_TESTS = (

@@ -1,5 +1,7 @@
 """The residual sum after a product, and the norm in front of the next."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -23,8 +25,9 @@ def add_norm(
     shift_D: jax.Array | None,
     *,
     eps: float,
+    digits: bool = False,
     implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Any]:
     """`total = x + sum of parts + bias` and its layer norm, or RMS norm where `shift_D` is None.
 
     The norm is that of the float32 sum; both results are in x's dtype.
@@ -36,10 +39,12 @@ def add_norm(
       scale_D: factors of the norm.
       shift_D: its bias.
       eps: added to the variance.
+      digits: the norm comes as int8 digits, of its float32 numbers, for a `product_up` that
+        `takes_digits`.
       implementation: "pallas" | "interpret" | "reference"; None takes the kernel on a GPU.
 
     Returns:
-      (total_MD, norm_MD).
+      (total_MD, norm_MD); in place of norm_MD its `RowDigits` with `digits`.
 
     Raises:
       ValueError: shapes or dtypes do not fit together.
@@ -58,5 +63,5 @@ def add_norm(
         )
     return dispatch.run(
         "add_norm", IMPLEMENTATIONS, GPU_ORDER, implementation,
-        x_MD, parts_JMD, bias_D, scale_D, shift_D, eps=eps,
+        x_MD, parts_JMD, bias_D, scale_D, shift_D, eps=eps, digits=digits,
     )  # fmt: skip

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels_pallas.row_digits import RowDigits, split_in_jax
+
 
 def add_norm(
     x_MD: jax.Array,
@@ -13,7 +15,8 @@ def add_norm(
     shift_D: jax.Array | None,
     *,
     eps: float,
-) -> tuple[jax.Array, jax.Array]:
+    digits: bool,
+) -> tuple[jax.Array, jax.Array | RowDigits]:
     """See api.add_norm."""
     total_MD = x_MD.astype(jnp.float32) + parts_JMD.astype(jnp.float32).sum(0)
     if bias_D is not None:
@@ -25,4 +28,5 @@ def add_norm(
     h_MD = h_MD * scale_D.astype(jnp.float32)
     if shift_D is not None:
         h_MD = h_MD + shift_D.astype(jnp.float32)
-    return total_MD.astype(x_MD.dtype), h_MD.astype(x_MD.dtype)
+    norm = split_in_jax(h_MD, x_MD.dtype) if digits else h_MD.astype(x_MD.dtype)
+    return total_MD.astype(x_MD.dtype), norm

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas import dispatch
+from kernels_pallas.row_digits import RowDigits
 from kernels_pallas.skinny_product import digits, pallas, reference, xla
 from kernels_pallas.skinny_product.tiling import most_rows
 
@@ -30,7 +31,7 @@ ACTIVATIONS = (None, "relu")  # the backend has no erf
 
 
 def product_up(
-    x_MD: jax.Array,
+    x_MD: jax.Array | RowDigits,
     w_FD: jax.Array,
     bias_F: jax.Array | None = None,
     gate_FD: jax.Array | None = None,
@@ -47,7 +48,7 @@ def product_up(
     x 15 bits relative to the largest number of a row.
 
     Args:
-      x_MD: one row a sequence.
+      x_MD: one row a sequence; or its digits, where `takes_digits` says so.
       w_FD: the matrix, its output dimension first.
       bias_F: added in front of the activation; None for none.
       gate_FD: a second matrix; then `activation` is None.
@@ -64,12 +65,13 @@ def product_up(
       ValueError: shapes or options do not fit together.
       dispatch.Unsupported: the named implementation cannot run, with its reason.
     """
+    rows = x_MD.rows if isinstance(x_MD, RowDigits) else x_MD
     shapes = [a.shape for a in (w_FD, gate_FD) if a is not None]
-    fits = x_MD.ndim == 2 and all(s == w_FD.shape and s[1:] == x_MD.shape[1:] for s in shapes)
+    fits = rows.ndim == 2 and all(s == w_FD.shape and s[1:] == rows.shape[1:] for s in shapes)
     if not fits or (bias_F is not None and bias_F.shape != w_FD.shape[:1]):
         got = None if bias_F is None else bias_F.shape
         raise ValueError(
-            f"product_up: got x {x_MD.shape}, matrices {shapes}, bias {got}; "
+            f"product_up: got x {rows.shape}, matrices {shapes}, bias {got}; "
             "expected [M,D], [F,D] each, [F]"
         )
     _check_scale("product_up", w_FD, scale_F)
@@ -80,12 +82,38 @@ def product_up(
             f"product_up: activation={activation!r} with{'' if gate_FD is not None else 'out'} a "
             f"gate; use one of {ACTIVATIONS}, and None with a gate"
         )
-    is_int8 = all(w.dtype == jnp.int8 for w in (w_FD, gate_FD) if w is not None)
-    table = UP_INT8 if is_int8 else UP
+    arrays = w_FD, bias_F, gate_FD, scale_F, gate_scale_F
+    if isinstance(x_MD, RowDigits):
+        if not takes_digits(rows, w_FD, gate_FD, implementation=implementation):
+            raise ValueError(
+                f"product_up: got digits of {rows.dtype}{list(rows.shape)}, matrices of "
+                f"{w_FD.dtype} {shapes} and implementation={implementation!r}; only the kernel for "
+                "int8 reads digits: give rows where `takes_digits` says no"
+            )
+        return UP_INT8[implementation or "pallas"].run(x_MD, *arrays, activation=activation)
     return dispatch.run(
-        "product_up", table, GPU_ORDER if _few(x_MD, w_FD) else ("reference",), implementation,
-        x_MD, w_FD, bias_F, gate_FD, scale_F, gate_scale_F, activation=activation,
+        "product_up", UP_INT8 if _all_int8(w_FD, gate_FD) else UP,
+        GPU_ORDER if _few(x_MD, w_FD) else ("reference",), implementation,
+        x_MD, *arrays, activation=activation,
     )  # fmt: skip
+
+
+def takes_digits(
+    x_MD: jax.Array | jax.ShapeDtypeStruct,
+    w_FD: jax.Array,
+    gate_FD: jax.Array | None = None,
+    *,
+    implementation: str | None = None,
+) -> bool:
+    """Whether `product_up` takes the digits of such rows in their place: its kernel for int8 is
+    what runs.
+    """
+    name = implementation or "pallas"
+    return (
+        name in ("pallas", "interpret")
+        and _all_int8(w_FD, gate_FD)
+        and UP_INT8[name].why_not(x_MD, w_FD) is None
+    )
 
 
 def product_down(
@@ -136,6 +164,11 @@ def product_down_transposed(
     return dispatch.run(
         "product_down_transposed", DOWN_TRANSPOSED, order, implementation, y_MF, w_DF, scale_F
     )
+
+
+def _all_int8(*matrices: jax.Array | None) -> bool:
+    """Of those that are there."""
+    return all(matrix.dtype == jnp.int8 for matrix in matrices if matrix is not None)
 
 
 def _few(rows: jax.Array, matrix: jax.Array) -> bool:

@@ -1,8 +1,8 @@
 """Products of few rows with a matrix in int8, on the tensor cores for int8.
 
-Pallas, Triton backend. Converting a matrix takes longer than reading it, so the rows become int8: a
-number is `scale * (128 high + low)`, with one scale a row. That is 15 bits relative to the row's
-largest number, and finer than what bfloat16 keeps of the result. Products of digits are exact.
+Pallas, Triton backend. Converting a matrix takes longer than reading it, so the rows become int8
+(`row_digits`): 15 bits relative to the row's largest number, and finer than what bfloat16 keeps of
+the result. Products of digits are exact.
 
 Both products contract the last dimension of rows `[M, C]` and matrices `[R, C]`.
 """
@@ -16,14 +16,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from kernels_pallas.skinny_product.digits_tiling import GROUP, SMALLEST_BLOCK, choose
+from kernels_pallas import row_digits
+from kernels_pallas.row_digits import GROUP, RowDigits
+from kernels_pallas.skinny_product.digits_tiling import SMALLEST_BLOCK, choose
 from kernels_pallas.skinny_product.pallas import activate, rows_ok, why_not_operands
 from kernels_pallas.skinny_product.tiling import Tiling
 from kernels_pallas.triton import SMALLEST_DOT, load, next_power_of_2, silence_backend_deprecation
 
 # Lanes of one row that fit a program's registers; int32 holds the sums of twice that.
 WIDEST = 65536
-LARGEST = 127 * 128.0
 
 
 def why_not(x_MC: jax.Array, w_RC: jax.Array, *arrays: Any, **options: Any) -> str | None:
@@ -45,7 +46,7 @@ def why_not_interpret(x_MC: jax.Array, w_RC: jax.Array, *arrays: Any, **options:
 
 
 def product_up(
-    x_MD: jax.Array,
+    x_MD: jax.Array | RowDigits,
     w_FD: jax.Array,
     bias_F: jax.Array | None,
     gate_FD: jax.Array | None,
@@ -58,10 +59,11 @@ def product_up(
 ) -> jax.Array:
     """See api.product_up; `tiling` None takes digits_tiling.choose."""
     weights = [w_FD] if gate_FD is None else [w_FD, gate_FD]
-    plan = tiling or choose(len(x_MD), w_FD.shape, len(weights))
+    rows = x_MD.rows if isinstance(x_MD, RowDigits) else x_MD
+    plan = tiling or choose(rows.shape[0], w_FD.shape, len(weights))
     vectors = [v for v in (scale_F, gate_scale_F, bias_F) if v is not None]
     run = functools.partial(_product, activation=activation, interpret=interpret)
-    return run(x_MD, None, weights, vectors, plan, x_MD.dtype)[0]
+    return run(x_MD, None, weights, vectors, plan, rows.dtype)[0]
 
 
 def product_down(
@@ -78,7 +80,7 @@ def product_down(
 
 
 def _product(
-    x_MC: jax.Array,
+    x: jax.Array | RowDigits,
     factor_C: jax.Array | None,
     weights: list[jax.Array],
     vectors: list[jax.Array],
@@ -92,14 +94,17 @@ def _product(
     silence_backend_deprecation()
     rows, tile, J = plan.rows, plan.tile, plan.num_splits
     assert rows is not None
-    digits, scale = split_rows(x_MC, factor_C, rows, interpret=interpret)
-    M, (R, C) = len(x_MC), weights[0].shape
+    if not isinstance(x, RowDigits):
+        x = split_rows(x, factor_C, rows, interpret=interpret)
+    M, (R, C) = x.rows.shape[0], weights[0].shape
+    digits = x.digits.reshape(-1, C)
+    assert len(digits) % rows == 0
     # Blocks of rows come first: programs that read the same tile run side by side.
     return pl.pallas_call(
         functools.partial(
             _kernel, M=M, block=plan.block, num_weights=len(weights), activation=activation
         ),
-        grid=(len(digits) // rows, R // tile, J),
+        grid=(pl.cdiv(2 * M, rows), R // tile, J),
         in_specs=[
             pl.BlockSpec((rows, C), lambda r, i, j: (r, 0)),
             pl.BlockSpec((rows // 2,), lambda r, i, j: (r,)),
@@ -111,7 +116,7 @@ def _product(
         compiler_params=plt.CompilerParams(num_warps=plan.num_warps, num_stages=plan.num_stages),
         interpret=interpret,
         name="int8_product",
-    )(digits, scale, *weights, *vectors)
+    )(digits, x.scale, *weights, *vectors)
 
 
 def _kernel(
@@ -155,36 +160,26 @@ def _kernel(
 
 def split_rows(
     x_MC: jax.Array, factor_C: jax.Array | None, rows: int, *, interpret: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    """Rows, multiplied by `factor_C`, as int8 digits and a float32 scale each; zeros stay zero.
-
-    Of 8 rows come the high digits and then the low ones. What fills up the last `rows` digits has
-    any value: no product of it is stored.
-    """
+) -> RowDigits:
+    """The digits of rows, multiplied by `factor_C`, for programs of `rows` rows of digits."""
     silence_backend_deprecation()
     M, C = x_MC.shape
-    groups = pl.cdiv(2 * M, rows) * rows // (2 * GROUP)
     lanes = next_power_of_2(C)
     warps = min(32, max(4, lanes // 1024))
     factors = [] if factor_C is None else [factor_C]
+    specs, shapes = row_digits.outputs(M, C, rows)
     digits, scale = pl.pallas_call(
         functools.partial(_split_kernel, C=C),
         grid=(M,),
         in_specs=[pl.BlockSpec((None, lanes), lambda m: (m, 0))]
         + [pl.BlockSpec((lanes,), lambda m: (0,))] * len(factors),
-        out_specs=[
-            pl.BlockSpec((None, 2, None, lanes), lambda m: (m // GROUP, 0, m % GROUP, 0)),
-            pl.BlockSpec((1,), lambda m: (m,)),
-        ],
-        out_shape=[
-            jax.ShapeDtypeStruct((groups, 2, GROUP, C), jnp.int8),
-            jax.ShapeDtypeStruct((groups * GROUP,), jnp.float32),
-        ],
+        out_specs=specs,
+        out_shape=shapes,
         compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
         name="int8_digits",
     )(x_MC, *factors)
-    return digits.reshape(-1, C), scale
+    return RowDigits(digits, scale, jax.ShapeDtypeStruct((M, C), x_MC.dtype))
 
 
 def _split_kernel(x_ref: Any, *refs: Any, C: int):
@@ -194,17 +189,4 @@ def _split_kernel(x_ref: Any, *refs: Any, C: int):
     x = load(x_ref, ok).astype(jnp.float32)
     for ref in factor_refs:
         x = x * load(ref, ok)
-    # As whole numbers, without the sign, NaN is the largest of all: so it shows in the product. The
-    # backend's own maximum passes it over.
-    bits = lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
-    largest = lax.bitcast_convert_type(jnp.max(bits), jnp.float32)
-    # A scale below the smallest normal number may be flushed to zero, and is divided by. The
-    # comparison is this way round for NaN.
-    least = LARGEST * float(jnp.finfo(jnp.float32).tiny)
-    scale = jnp.where(largest <= least, 1.0, largest / LARGEST)
-    # The backend has no round.
-    whole = jnp.floor(x * (1.0 / scale) + 0.5)
-    high = jnp.floor((whole + 64.0) * (1 / 128))
-    for digit, values in enumerate((high, whole - 128.0 * high)):
-        plt.store(digits_ref.at[jnp.int32(digit), :], values.astype(jnp.int8), mask=ok)
-    scale_ref[...] = jnp.full((1,), scale)
+    row_digits.store(x, digits_ref, scale_ref, ok)

@@ -3,12 +3,11 @@
 `scripts/bench_kernels.py --only half_layer --cases int8` times the choice.
 """
 
+from kernels_pallas.row_digits import program_rows
 from kernels_pallas.skinny_product.tiling import FULL, MOST_SPLITS, Tiling
-from kernels_pallas.triton import SMALLEST_DOT, next_power_of_2
+from kernels_pallas.triton import SMALLEST_DOT
 
-GROUP = 8  # rows whose high digits stand together, above their low ones: a thread has both
 SMALLEST_BLOCK = 32  # contracted positions that a tensor-core instruction takes
-MOST_ROWS = 128
 SHARED_MEMORY = 200_000
 
 # By 8 or 64 rows, R, C, and in parts or not: the fastest of those timed on an H200 (OPT-6.7B).
@@ -29,7 +28,7 @@ def choose(
     with blocks as large as were fastest for few rows and for many.
     """
     R, C = shape
-    rows = min(MOST_ROWS, max(2 * GROUP, 2 * next_power_of_2(M)))
+    rows = program_rows(M)
     if num_matrices == 1 and (rows // 2, R, C, in_parts) in MEASURED:
         return MEASURED[rows // 2, R, C, in_parts]
     few = rows <= 32

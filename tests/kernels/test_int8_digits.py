@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas import dispatch
+from kernels_pallas.row_digits import program_rows
 from kernels_pallas.skinny_product import digits, digits_tiling
 from kernels_pallas.skinny_product.api import product_down_transposed, product_up
 from kernels_pallas.skinny_product.tiling import Tiling
@@ -98,13 +99,12 @@ def test_down_in_plain_jax(implementation: str) -> None:
 def test_two_digits_hold_a_number_to_half_of_the_last() -> None:
     """Rows of each group of 8: high digits, then low ones."""
     x = rows_of(11, 40)
-    found, scale = digits.split_rows(x, None, 32, interpret=not ON_GPU)
-    assert (found.shape, found.dtype, scale.shape) == ((32, 40), "int8", (16,))
-    high, low = np.moveaxis(np.asarray(found, np.float64).reshape(2, 2, 8, 40), 1, 0)
-    numbers = (128 * high + low).reshape(16, 40)[:11] * wide(scale)[:11, None]
+    found = digits.split_rows(x, None, 32, interpret=not ON_GPU)
+    shapes = found.digits.shape, found.digits.dtype, found.scale.shape
+    assert shapes == ((2, 2, 8, 40), "int8", (16,))
     largest = np.abs(wide(x)).max(1, keepdims=True)
-    assert (np.abs(numbers - wide(x)) <= 0.501 * largest / 16256).all()
-    assert np.abs(high.reshape(16, 40)[:11]).max() == 127
+    assert (np.abs(truth.numbers(found) - wide(x)) <= 0.501 * largest / 16256).all()
+    assert np.abs(wide(found.digits)[:, 0].reshape(16, 40)[:11]).max() == 127
 
 
 def test_a_row_that_is_not_a_number_shows() -> None:
@@ -137,7 +137,7 @@ def test_tiling_changes_nothing(plan: Tiling) -> None:
     truth.assert_close(got.sum(0), wide(want)[0], "float32")
 
 
-@pytest.mark.parametrize("M", [1, 8, 16, 32, 64, 256])
+@pytest.mark.parametrize("M", [1, 8, 13, 16, 32, 64, 100, 256])
 @pytest.mark.parametrize(
     "shape", [(12288, 4096), (16384, 4096), (4096, 16384), (4096, 4096), (1536, 576), (5120, 20480)]
 )
@@ -150,6 +150,7 @@ def test_chosen_tiles_divide_real_models_and_fit_shared_memory(
         assert plan.rows is not None
         assert (R % plan.tile, C % (plan.block * plan.num_splits)) == (0, 0)
         assert plan.rows % 16 == 0
+        assert program_rows(M) % plan.rows == 0
         assert plan.num_splits == 1 or in_parts
         size = plan.num_stages * plan.block * (plan.rows + num_matrices * plan.tile)
         assert plan.num_stages > 1

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels_pallas.row_digits import RowDigits
+
 # A GPU's tensor cores round float32 operands to TF32, with 10 bits behind the point.
 FLOAT32 = 5e-3 if jax.default_backend() == "gpu" else 2e-5
 # Largest error allowed, relative and absolute, by the dtype of the arrays.
@@ -112,6 +114,13 @@ def add_norm(x_MD, parts_JMD, bias_D, scale_D, shift_D, eps: float):
         totals.append(total)
         norms.append(norm + (0.0 if shift_D is None else np.asarray(shift_D, np.float64)))
     return np.array(totals), np.array(norms)
+
+
+def numbers(digits: RowDigits) -> np.ndarray:
+    """The rows that digits stand for."""
+    high, low = np.moveaxis(np.asarray(digits.digits, np.float64), 1, 0)
+    M, C = digits.rows.shape
+    return (128 * high + low).reshape(-1, C)[:M] * np.asarray(digits.scale, np.float64)[:M, None]
 
 
 def central_difference(function, x: np.ndarray, direction: np.ndarray, step: float = 1e-5) -> float:

@@ -3,14 +3,17 @@
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas.skinny_product import digits
 from meshes.layout import make_mesh, parse_mesh
 from meshes.reshard import put_batch, put_rows
+from rlhf_jax.models import decode_layers as module
 from rlhf_jax.models import decoder
 from rlhf_jax.models.cache import CACHE_AXES, KVCache
 from rlhf_jax.models.decode_layers import decode_layers, fits
@@ -132,6 +135,35 @@ def test_one_byte_a_number_is_the_same_in_every_form(name, mesh_name, inference_
     np.testing.assert_allclose(np.asarray(others[1]), first, atol=2e-3)
     error = np.abs(np.asarray(first) - in_one_pass(name)).mean()
     assert 1e-3 < error < (0.05 if kind == "int8" else 0.3)
+
+
+def splitting_every_row(*args):
+    """`with_kernels` where no norm is written in digits."""
+    with mock.patch.object(module, "takes_digits", return_value=False):
+        return with_kernels(*args)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "mesh_name", "inference_tp", "num_splits"),
+    [
+        pytest.param(MODELS["opt"], "1x1", 1, 5, id="opt"),
+        pytest.param(OPT, "4x2", 4, 3, id="opt tensor parallel"),
+        pytest.param(LLAMA, "1x1", 1, 5, id="llama"),
+        pytest.param(LLAMA, "3x1", 3, 5, id="llama tensor parallel"),
+        pytest.param(CASES["opt_no_final_norm"], "1x1", 1, 3, id="opt without a final norm"),
+        pytest.param(MODELS["opt_post_norm"], "1x1", 1, 8, id="opt post-norm"),
+    ],
+)
+def test_norms_write_the_digits_that_int8_products_read(cfg, mesh_name, inference_tp, num_splits):
+    """Those of the norm that a kernel would split: what is left of four a layer is the first norm,
+    attention's output and what is between the mlp's matrices. Post-norm residuals stay rows.
+    """
+    results = []
+    for step, expected in ((with_kernels, num_splits), (splitting_every_row, 4 * cfg.num_layers)):
+        with mock.patch.object(digits, "split_rows", wraps=digits.split_rows) as split_rows:
+            results += decoded(cfg, mesh_name, inference_tp, step, weights="int8")
+        assert split_rows.call_count == expected
+    check(results[:1], np.asarray(results[1]))
 
 
 def test_adapters_go_layer_by_layer():

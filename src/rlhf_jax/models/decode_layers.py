@@ -2,8 +2,9 @@
 
 A layer is two halves, attention and mlp. Each is a product with a wide output, what works on it
 locally, and a product back to the model's width, whose parts the kernel of the residual sum and the
-next norm adds up: so the norm in front of a half belongs to the half before it. Everything runs on
-local shards, with one all-reduce a half where heads or the mlp are tensor parallel.
+next norm adds up: so the norm in front of a half belongs to the half before it. It writes int8
+digits where the product that reads it takes them. Everything runs on local shards, with one
+all-reduce a half where heads or the mlp are tensor parallel.
 """
 
 from functools import partial
@@ -14,7 +15,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.add_norm.api import add_norm
-from kernels_pallas.skinny_product.api import product_down, product_down_transposed, product_up
+from kernels_pallas.row_digits import RowDigits
+from kernels_pallas.skinny_product.api import (
+    product_down,
+    product_down_transposed,
+    product_up,
+    takes_digits,
+)
 from meshes.layout import Layout
 from meshes.reshard import local_shards
 from meshes.spec import ParamSpec
@@ -83,6 +90,7 @@ def _local(
     """One device's rows and heads."""
     up = partial(_up, implementation=implementation)
     down = partial(_down, implementation=implementation)
+    add = partial(_add, cfg=cfg, implementation=implementation)
     h = normalize(x, layers[0].attention_norm, cfg) if cfg.pre_norm else x
     turn, new = turn_of(positions, cfg), KVCache([], [])
     for number, (layer, keys, values) in enumerate(
@@ -97,11 +105,12 @@ def _local(
         new.values.append(values)
         parts = down(out, layer.out_ED)
         parts = _over_devices(parts, "heads", layout, x.dtype)
-        x, h = _add(x, parts, layer.out_bias_D, after_attention, cfg, implementation)
+        x, h = add(x, parts, layer.out_bias_D, after_attention, layer.up_FD, layer.gate_FD)
         hidden = _activated(h, layer, cfg, up)
         parts = down(hidden, layer.down_FD)
         parts = _over_devices(parts, "mlp", layout, x.dtype)
-        x, h = _add(x, parts, layer.down_bias_D, after_mlp, cfg, implementation)
+        reader = layers[number + 1].qkv_ED if number + 1 < len(layers) else None
+        x, h = add(x, parts, layer.down_bias_D, after_mlp, reader)
     if not cfg.pre_norm and final_norm is not None:
         h = normalize(h, final_norm, cfg)
     return h, new
@@ -121,7 +130,9 @@ def _norms(
     return layer.mlp_norm, final_norm if is_last else layers[number + 1].attention_norm
 
 
-def _activated(h: jax.Array, layer: LayerParams[jax.Array], cfg: ModelConfig, up: Any) -> jax.Array:
+def _activated(
+    h: jax.Array | RowDigits, layer: LayerParams[jax.Array], cfg: ModelConfig, up: Any
+) -> jax.Array:
     """What the second matrix of the mlp reads."""
     if cfg.activation == "gelu":
         return jax.nn.gelu(up(h, layer.up_FD, layer.up_bias_F), approximate=False)
@@ -130,7 +141,7 @@ def _activated(h: jax.Array, layer: LayerParams[jax.Array], cfg: ModelConfig, up
 
 
 def _up(
-    h: jax.Array,
+    h: jax.Array | RowDigits,
     weight: Matrix[jax.Array],
     bias: jax.Array | None,
     gate: Matrix[jax.Array] | None = None,
@@ -170,15 +181,27 @@ def _add(
     parts: jax.Array,
     bias: jax.Array | None,
     norm: Norm[jax.Array] | None,
+    reader: Matrix[jax.Array] | None,
+    gate: Matrix[jax.Array] | None = None,
+    *,
     cfg: ModelConfig,
     implementation: str | None,
-) -> tuple[jax.Array, jax.Array]:
-    """The residual and what the next half reads. Post-norm models go on from the normalised sum."""
+) -> tuple[jax.Array, Any]:
+    """The residual, and rows or digits that the next half reads: `reader` is its first matrix, None
+    behind the last half. Post-norm models go on from the normalised sum.
+    """
     if norm is None:
         total = x.astype(jnp.float32) + parts.astype(jnp.float32).sum(0)
         total = total if bias is None else total + bias.astype(jnp.float32)
         return total.astype(x.dtype), total.astype(x.dtype)
-    total, h = add_norm(
-        x, parts, bias, norm.scale_D, norm.bias_D, eps=cfg.norm_eps, implementation=implementation
+    matrices = [numbers(weight)[0] for weight in (reader, gate) if weight is not None]
+    digits = (
+        cfg.pre_norm
+        and reader is not None
+        and takes_digits(x, *matrices, implementation=implementation)
     )
+    total, h = add_norm(
+        x, parts, bias, norm.scale_D, norm.bias_D,
+        eps=cfg.norm_eps, digits=digits, implementation=implementation,
+    )  # fmt: skip
     return (total, h) if cfg.pre_norm else (h, h)
