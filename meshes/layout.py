@@ -69,10 +69,16 @@ def default_inference_tp(shape: MeshShape, num_heads: int, num_kv_heads: int) ->
 
     N must be a multiple of T; where no such N divides the heads, N = T.
     """
-    devices = shape.fsdp * shape.tensor
-    common = math.gcd(devices, num_heads, num_kv_heads)
+    return even_inference_sizes(shape, num_heads, num_kv_heads)[-1]
+
+
+def even_inference_sizes(shape: MeshShape, num_heads: int, num_kv_heads: int) -> list[int]:
+    """Every N that is a multiple of T and divides the devices of one replica, the query heads and
+    the KV heads, the smallest first; T where there is none.
+    """
+    common = math.gcd(shape.fsdp * shape.tensor, num_heads, num_kv_heads)
     fits = [n for n in range(1, common + 1) if common % n == 0 and n % shape.tensor == 0]
-    return max(fits, default=shape.tensor)
+    return fits or [shape.tensor]
 
 
 def make_mesh(shape: MeshShape, inference_tp: int, devices: Sequence[Any] | None = None) -> Mesh:

@@ -38,7 +38,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 
-from meshes.layout import MeshShape, default_inference_tp
+from meshes.layout import MeshShape
 from meshes.multihost import start_devices
 from meshes.reshard import put_batch
 from rlhf_jax.data.byte_tokenizer import byte_tokenizer
@@ -58,6 +58,7 @@ from rlhf_jax.runtime.compilation import keep_compiled_programs
 from rlhf_jax.runtime.profile import peak_memory
 from rlhf_jax.stages.config import TrainConfig
 from rlhf_jax.stages.fit_remat import FASTEST_FIRST
+from rlhf_jax.stages.inference_tp import choose_inference_tp
 from rlhf_jax.stages.memory_plan import Models, Place, Plan, device_limit, plan_stage
 from rlhf_jax.stages.ppo import Companions, Programs, collect, means, update, update_settings
 from rlhf_jax.stages.ppo_config import PPOConfig
@@ -319,17 +320,21 @@ def setting_of(args: argparse.Namespace, batch: int, parts: int, remat: Remat) -
     return Setting(replace(actor, eos_token_id=None), replace(critic, eos_token_id=None), ppo)
 
 
-def chosen_setting(args: argparse.Namespace, batch: int, shape: MeshShape) -> tuple[Setting, Plan]:
+def chosen_setting(
+    args: argparse.Namespace, batch: int, shape: MeshShape
+) -> tuple[Setting, Place, Plan]:
     """What was asked for, or the first that fits the devices."""
     limit, plan = device_limit(), None
     for remat, parts in choices(args, batch // (shape.replica * shape.fsdp), limit):
         setting = setting_of(args, batch, parts, remat)
         models = Models(setting.actor, setting.critic, setting.critic)
-        place = Place(shape, args.inference_tp_size, jax.default_backend())
-        plan = plan_stage(TrainConfig(step=(3,), ppo=setting.ppo), "ppo", models, place)
+        cfg = TrainConfig(step=(3,), inference_tp_size=args.inference_tp_size, ppo=setting.ppo)
+        platform = jax.default_backend()
+        place = Place(shape, choose_inference_tp(cfg, models, shape, platform, limit), platform)
+        plan = plan_stage(cfg, "ppo", models, place)
         asked = args.parts and args.remat != "auto"
         if asked or limit is None or plan.peak <= FILL * limit:
-            return setting, plan
+            return setting, place, plan
     assert plan is not None, "a batch has at least one part"
     raise SystemExit(
         f"a batch of {batch} does not fit in any number of parts:\n{plan.table(limit)}"
@@ -362,13 +367,12 @@ def main() -> None:
     )
     print(HEADER)
     for batch in args.batch:
-        setting, plan = chosen_setting(args, batch, shape)
+        setting, place, plan = chosen_setting(args, batch, shape)
         plans.append((batch, plan))
         with tempfile.TemporaryDirectory() as directory:
             cfg = TrainConfig(step=(3,), output_dir=directory, ppo=setting.ppo)
-            heads = setting.actor.num_heads, setting.actor.num_kv_heads
-            inference_tp = args.inference_tp_size or default_inference_tp(shape, *heads)
-            run = Run(cfg, shape, inference_tp)
+            assert place.inference_tp is not None
+            run = Run(cfg, shape, place.inference_tp)
             with jax.set_mesh(run.mesh):
                 began = time.perf_counter()
                 bench = Bench.create(run, setting, varied=args.varied)

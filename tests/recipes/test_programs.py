@@ -35,7 +35,8 @@ from rlhf_jax.stages.config import StageName, TrainConfig
 from rlhf_jax.stages.dpo import dpo_batch_loss, with_reference
 from rlhf_jax.stages.dpo import num_pairs as num_dpo_pairs
 from rlhf_jax.stages.fit_remat import fit_remat
-from rlhf_jax.stages.pipeline import choose_inference_tp
+from rlhf_jax.stages.inference_tp import choose_inference_tp
+from rlhf_jax.stages.memory_plan import Models
 from rlhf_jax.stages.ppo import Programs
 from rlhf_jax.stages.reward import num_pairs, pair_batch_loss
 from rlhf_jax.stages.reward_plan import RewardPlan
@@ -85,7 +86,7 @@ def model(name: str) -> Pretrained:
 
 def trace_of(cfg: TrainConfig, mesh: str) -> tuple[Traced, MeshShape]:
     actor, shape = model(cfg.actor_model), parse_mesh(mesh)
-    inference_tp = choose_inference_tp(cfg, shape, actor)
+    inference_tp = choose_inference_tp(cfg, Models(actor.cfg), shape, "cpu", None)
     few = shape.num_devices <= jax.device_count()
     where = (make_mesh if few else abstract_mesh)(shape, inference_tp)
     return Traced(cfg, where, jnp.dtype(cfg.dtype), actor, model(cfg.reward_model)), shape

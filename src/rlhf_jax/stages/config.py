@@ -31,7 +31,7 @@ class TrainConfig:
     mesh: str | None = None
     """FxT or RxFxT; None: all visible GPUs, or min(cores, 2) simulated CPU devices, as Nx1."""
     inference_tp_size: int | None = None
-    """Tensor parallelism of decoding; None: the largest that divides devices and heads."""
+    """Tensor parallelism of decoding; None: what is fastest on GPUs, on a CPU the largest."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the working parameters and the computation; masters and moments are float32."""
     seed: int = 1234

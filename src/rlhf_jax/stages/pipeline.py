@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import jax
 
-from meshes.layout import MeshShape, check_inference_tp, default_inference_tp
+from meshes.layout import MeshShape
 from meshes.multihost import COORDINATOR, num_processes, on_first_process, start_devices
 from rlhf_jax.data.turn_format import BY_TEMPLATE
 from rlhf_jax.hf.pretrained import Pretrained, find_pretrained
@@ -25,7 +25,8 @@ from rlhf_jax.stages.checks import check_batches, check_data, check_models
 from rlhf_jax.stages.config import StageName, TrainConfig
 from rlhf_jax.stages.dpo import run_dpo
 from rlhf_jax.stages.fit_remat import fit_remat
-from rlhf_jax.stages.memory_plan import Place, Plan, check_memory, device_limit, models_of
+from rlhf_jax.stages.inference_tp import choose_inference_tp
+from rlhf_jax.stages.memory_plan import Models, Place, Plan, check_memory, device_limit, models_of
 from rlhf_jax.stages.ppo import run_ppo
 from rlhf_jax.stages.reward import run_reward
 from rlhf_jax.stages.rollout_slots import fit_slots
@@ -54,12 +55,14 @@ def run_pipeline(cfg: TrainConfig, config_yaml: str, baseline: Baseline | None =
     with spoken_logs():
         say(config_yaml.rstrip())
         actor = main_model(cfg)
-        inference_tp = choose_inference_tp(cfg, shape, actor)
         check_installed(cfg.report_to)
         check_batches(cfg, shape)
         check_models(cfg, actor)
         formats = check_data(cfg, actor)
-        place = Place(shape, inference_tp, jax.default_backend())
+        platform = jax.default_backend()
+        rolled_out = models_of(cfg, "ppo", actor) if "ppo" in cfg.stages else Models(actor.cfg)
+        inference_tp = choose_inference_tp(cfg, rolled_out, shape, platform, device_limit())
+        place = Place(shape, inference_tp, platform)
         asked = cfg
         for stage in cfg.stages:
             cfg = fit_remat(cfg, stage, models_of(cfg, stage, actor), place, device_limit())
@@ -162,14 +165,6 @@ def spoken_logs() -> Iterator[None]:
             logger.setLevel(level)
             logger.removeHandler(handler)
             logger.propagate = propagate
-
-
-def choose_inference_tp(cfg: TrainConfig, shape: MeshShape, actor: Pretrained) -> int:
-    """`--inference-tp-size`, or the largest that divides devices and heads."""
-    if cfg.inference_tp_size is not None:
-        check_inference_tp(shape, cfg.inference_tp_size)
-        return cfg.inference_tp_size
-    return default_inference_tp(shape, actor.cfg.num_heads, actor.cfg.num_kv_heads)
 
 
 def describe(shape: MeshShape, inference_tp: int, actor: Pretrained) -> None:

@@ -1,0 +1,78 @@
+"""How many devices share a model that decodes: whole weights where sums cost more than reading."""
+
+from dataclasses import replace
+
+import pytest
+
+from meshes.layout import parse_mesh
+from rlhf_jax.models.opt import SIZES
+from rlhf_jax.stages.config import TrainConfig
+from rlhf_jax.stages.inference_tp import choose_inference_tp, step_seconds
+from rlhf_jax.stages.memory_plan import GIB, Models, Place, plan_stage
+from rlhf_jax.stages.ppo_config import PPOConfig
+
+CRITIC = SIZES["facebook/opt-350m"]
+CFG = TrainConfig(
+    step=(3,), dtype="bfloat16", ppo=PPOConfig(batch_size=512, minibatch_size=64, remat="auto")
+)
+
+
+def chosen(
+    name: str, mesh: str, gib: float | None = 1000, platform: str = "gpu", cfg: TrainConfig = CFG
+) -> int:
+    models = Models(SIZES[name], CRITIC, CRITIC)
+    limit = None if gib is None else int(gib * GIB)
+    return choose_inference_tp(cfg, models, parse_mesh(mesh), platform, limit)
+
+
+def test_a_step_costs_its_weights_and_two_sums_a_layer() -> None:
+    """By hand: 1.3 billion parameters of two bytes, 4 TB/s, 24 layers."""
+    opt = SIZES["facebook/opt-1.3b"]
+    assert step_seconds(opt, 1) == pytest.approx(2 * 1.316e9 / 4e12, rel=1e-3)
+    assert step_seconds(opt, 2) == pytest.approx(1.316e9 / 4e12 + 48 * 33e-6, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "expected"),
+    [
+        ("facebook/opt-1.3b", "2x1", 1),
+        ("facebook/opt-1.3b", "8x1", 1),
+        ("facebook/opt-1.3b", "4x2", 8),  # there are sums in any case
+        ("facebook/opt-6.7b", "2x1", 1),
+        ("facebook/opt-13b", "2x1", 2),
+        ("facebook/opt-13b", "8x1", 8),
+    ],
+)
+def test_small_models_decode_whole_and_large_ones_in_parts(name, mesh, expected) -> None:
+    assert chosen(name, mesh) == expected
+
+
+def test_what_does_not_fit_whole_is_shared() -> None:
+    models = Models(SIZES["facebook/opt-1.3b"], CRITIC, CRITIC)
+    full = replace(CFG, ppo=replace(CFG.ppo, remat="full"))
+
+    def generating(size: int) -> float:
+        plan = plan_stage(full, "ppo", models, Place(parse_mesh("8x1"), size))
+        return (plan.resident + plan.programs["generate"]) / GIB
+
+    needs = [generating(size) for size in (1, 2, 4, 8)]
+    assert needs[0] > max(needs[1:])
+    assert chosen("facebook/opt-1.3b", "8x1", needs[0] + 0.01) == 1
+    # Of what fits the fastest: eight devices read the least.
+    assert chosen("facebook/opt-1.3b", "8x1", needs[0] - 0.01) == 8
+    assert chosen("facebook/opt-1.3b", "8x1", min(needs) - 0.01) == 8
+
+
+@pytest.mark.parametrize(("gib", "platform"), [(None, "gpu"), (1000, "cpu")])
+def test_where_costs_are_not_known_it_is_the_largest(gib, platform) -> None:
+    assert chosen("facebook/opt-1.3b", "8x1", gib, platform) == 8
+
+
+def test_without_step_3_nothing_decodes() -> None:
+    assert chosen("facebook/opt-1.3b", "8x1", cfg=TrainConfig(step=(1,))) == 8
+
+
+def test_what_was_asked_for_is_taken_or_refused() -> None:
+    assert chosen("facebook/opt-1.3b", "8x1", cfg=replace(CFG, inference_tp_size=4)) == 4
+    with pytest.raises(ValueError, match="--inference-tp-size=3 does not fit --mesh=8x1"):
+        chosen("facebook/opt-1.3b", "8x1", cfg=replace(CFG, inference_tp_size=3))
