@@ -247,7 +247,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--mesh", default="1x1")
-    parser.add_argument("--inference-tp-size", type=int, help="devices that share a row")
+    parser.add_argument("--inference-tp-size", type=int, help="without: the largest")
     parser.add_argument("--weights", choices=["same", *DTYPES], default="same")
     parser.add_argument("--kv-cache", choices=["same", *DTYPES], default="same")
     parser.add_argument("--repeats", type=int, default=4)
@@ -276,7 +276,8 @@ def random_model(args: argparse.Namespace) -> tuple[HybridEngine, Params[jax.Arr
     cfg = quickstart_config(264, 257, 258, 256) if args.tiny else SIZES[args.model]
     shape = parse_mesh(args.mesh)
     heads = cfg.num_heads, cfg.num_kv_heads
-    mesh = make_mesh(shape, args.inference_tp_size or default_inference_tp(shape, *heads))
+    asked = args.inference_tp_size
+    mesh = make_mesh(shape, default_inference_tp(shape, *heads) if asked is None else asked)
     engine = HybridEngine(cfg, mesh, (), weights=args.weights, kv_cache=args.kv_cache)
     with jax.set_mesh(mesh):
         params = init_params(

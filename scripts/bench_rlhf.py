@@ -325,15 +325,16 @@ def chosen_setting(
 ) -> tuple[Setting, Place, Plan]:
     """What was asked for, or the first that fits the devices."""
     limit, plan = device_limit(), None
+    most = None if limit is None else int(FILL * limit)
     for remat, parts in choices(args, batch // (shape.replica * shape.fsdp), limit):
         setting = setting_of(args, batch, parts, remat)
         models = Models(setting.actor, setting.critic, setting.critic)
         cfg = TrainConfig(step=(3,), inference_tp_size=args.inference_tp_size, ppo=setting.ppo)
         platform = jax.default_backend()
-        place = Place(shape, choose_inference_tp(cfg, models, shape, platform, limit), platform)
+        place = Place(shape, choose_inference_tp(cfg, models, shape, platform, most), platform)
         plan = plan_stage(cfg, "ppo", models, place)
         asked = args.parts and args.remat != "auto"
-        if asked or limit is None or plan.peak <= FILL * limit:
+        if asked or most is None or plan.peak <= most:
             return setting, place, plan
     assert plan is not None, "a batch has at least one part"
     raise SystemExit(
@@ -368,7 +369,7 @@ def main() -> None:
     print(HEADER)
     for batch in args.batch:
         setting, place, plan = chosen_setting(args, batch, shape)
-        plans.append((batch, plan))
+        plans.append((f"batch {batch}, decoding {place.inference_tp}-way", plan))
         with tempfile.TemporaryDirectory() as directory:
             cfg = TrainConfig(step=(3,), output_dir=directory, ppo=setting.ppo)
             assert place.inference_tp is not None
@@ -383,8 +384,8 @@ def main() -> None:
                     passes = bench.pass_seconds().items()
                     print(", ".join(f"{name} alone {t:.3f} s" for name, t in passes))
             del bench, run
-    for batch, plan in plans:
-        print(f"batch {batch}: {plan.table(device_limit())}")
+    for what, plan in plans:
+        print(f"{what}: {plan.table(device_limit())}")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,17 @@
 """cuDNN's fused attention through JAX, with its limits checked before it is called."""
 
 import os
+import re
 
 import jax
 import jax.numpy as jnp
 
 from kernels_pallas import dispatch
 
-FIXED_ORDER = ("xla_gpu_deterministic_ops=true", "xla_gpu_exclude_nondeterministic_ops=true")
+FIXED_ORDER = re.compile(
+    r"xla_gpu_(deterministic_ops|exclude_nondeterministic_ops)(=true|=1)?(\s|$)", re.IGNORECASE
+)
+"""As XLA reads them: the name alone turns a flag on too."""
 
 
 def why_not(*arrays: jax.Array | None, window: int | None) -> str | None:
@@ -20,7 +24,7 @@ def why_not(*arrays: jax.Array | None, window: int | None) -> str | None:
         return reason
     if starts_BT is not None:
         return "JAX's interface to cuDNN takes no packed rows"
-    if any(flag in os.environ.get("XLA_FLAGS", "") for flag in FIXED_ORDER):
+    if FIXED_ORDER.search(os.environ.get("XLA_FLAGS", "")):
         return "its gradient in a fixed order ends with an IndexError in jaxlib 0.11.2"
     head_size, largest = q_BTHK.shape[-1], _largest_head_size()
     if q_BTHK.dtype not in (jnp.bfloat16, jnp.float16):

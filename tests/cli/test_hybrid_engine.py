@@ -8,7 +8,7 @@ from rlhf_jax.cli.parse import resolve
 @pytest.mark.parametrize(
     ("flag", "note"),
     [
-        ("--enable-hybrid-engine", "always trains and generates on the same buffers"),
+        ("--enable-hybrid-engine", "always trains and generates on the same devices"),
         ("--max-out-tokens=512", "has room for --ppo.max-prompt-seq-len and --ppo.max-answer"),
         ("--release-inference-cache", "freed with it"),
         ("--unpin-actor-parameters", "unless --ppo.pin-rollout keeps them"),

@@ -5,6 +5,7 @@ that the backend lacks. Warnings are errors in the tests, so this also holds tha
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,14 @@ import pytest
 
 from kernels_pallas import dispatch
 from kernels_pallas.add_norm.api import add_norm
+from kernels_pallas.attention import cudnn
 from kernels_pallas.attention.api import attention
 from kernels_pallas.decode_attention import pallas
 from kernels_pallas.decode_attention.api import decode_attention
 from kernels_pallas.decode_attention.tiling import Tiling
 from kernels_pallas.skinny_product.api import product_down, product_down_transposed, product_up
 from kernels_pallas.truncated_sampling.api import truncated_sampling
+from rlhf_jax.runtime.compilation import DETERMINISTIC
 
 H200 = jax.sharding.AbstractMesh(
     (1,),
@@ -155,6 +158,26 @@ def test_what_cudnn_does_not_take_runs_in_the_kernel() -> None:
         starts = jax.ShapeDtypeStruct((2, 64), jnp.int32) if packed else None
         text = lower_for_h200(attention, array, array, array, starts)
         assert text.count("__gpu$xla.gpu.triton") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "takes"),
+    [
+        ("--xla_gpu_enable_triton_gemm=false", True),
+        ("--xla_gpu_deterministic_ops=false", True),
+        (f"--xla_gpu_foo=1 {DETERMINISTIC}", False),
+        ("--xla_gpu_deterministic_ops", False),
+        ("--xla_gpu_exclude_nondeterministic_ops=1 --xla_gpu_foo", False),
+    ],
+)
+def test_cudnn_is_left_out_where_order_is_fixed(
+    flags: str, takes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    array: Any = jax.ShapeDtypeStruct((2, 64, 4, 64), jnp.bfloat16)
+    with jax.sharding.use_abstract_mesh(H200):
+        reason = cudnn.why_not(array, array, array, None, window=None)
+    assert (reason is None) == takes, reason
 
 
 def test_the_mesh_in_context_decides_the_platform() -> None:

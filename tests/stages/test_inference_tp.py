@@ -10,6 +10,7 @@ from rlhf_jax.stages.config import TrainConfig
 from rlhf_jax.stages.inference_tp import choose_inference_tp, step_seconds
 from rlhf_jax.stages.memory_plan import GIB, Models, Place, plan_stage
 from rlhf_jax.stages.ppo_config import PPOConfig
+from rlhf_jax.stages.rollout_slots import fit_slots
 
 CRITIC = SIZES["facebook/opt-350m"]
 CFG = TrainConfig(
@@ -28,8 +29,8 @@ def chosen(
 def test_a_step_costs_its_weights_and_two_sums_a_layer() -> None:
     """By hand: 1.3 billion parameters of two bytes, 4 TB/s, 24 layers."""
     opt = SIZES["facebook/opt-1.3b"]
-    assert step_seconds(opt, 1) == pytest.approx(2 * 1.316e9 / 4e12, rel=1e-3)
-    assert step_seconds(opt, 2) == pytest.approx(1.316e9 / 4e12 + 48 * 33e-6, rel=1e-3)
+    assert step_seconds(opt, 1, 2) == pytest.approx(2 * 1.316e9 / 4e12, rel=1e-3)
+    assert step_seconds(opt, 2, 2) == pytest.approx(1.316e9 / 4e12 + 48 * 33e-6, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,35 @@ def test_small_models_decode_whole_and_large_ones_in_parts(name, mesh, expected)
     assert chosen(name, mesh) == expected
 
 
+def test_weights_of_one_byte_are_read_as_such() -> None:
+    """Of OPT-13B 3.2 ms whole, 1.6 and 2.6 of sums by two devices."""
+    ppo = replace(CFG.ppo, rollout_weights="int8")
+    assert chosen("facebook/opt-13b", "2x1", cfg=replace(CFG, ppo=ppo)) == 1
+
+
+@pytest.mark.parametrize(("slots", "mesh", "expected"), [
+    (8, "8x1", 1), (4, "8x1", 8), (4, "2x4x1", 4), (512, "2x1", 1),
+])  # fmt: skip
+def test_slots_that_are_asked_for_divide_over_the_shares(slots, mesh, expected) -> None:
+    cfg = replace(CFG, ppo=replace(CFG.ppo, rollout_slots=slots))
+    name, shape = "facebook/opt-1.3b", parse_mesh(mesh)
+    size = chosen(name, mesh, cfg=cfg)
+    assert size == expected
+    assert fit_slots(cfg, Models(SIZES[name], CRITIC), Place(shape, size), 1000 * GIB) == cfg
+
+
+def test_a_pinned_copy_has_room_while_answers_are_scored() -> None:
+    """Where that needs more than decoding in few slots."""
+    ppo = replace(CFG.ppo, remat="full", pin_rollout=True, rollout_slots=8)
+    cfg, models = replace(CFG, ppo=ppo), Models(SIZES["facebook/opt-6.7b"], CRITIC, CRITIC)
+    plan = plan_stage(cfg, "ppo", models, Place(parse_mesh("2x1"), 1))
+    assert plan.programs["generate"] < plan.programs["score"]
+    assert plan.peak == plan.resident + plan.programs["score"]
+    needs = plan.peak / GIB
+    assert chosen("facebook/opt-6.7b", "2x1", needs + 0.01, cfg=cfg) == 1
+    assert chosen("facebook/opt-6.7b", "2x1", needs - 0.01, cfg=cfg) == 2
+
+
 def test_what_does_not_fit_whole_is_shared() -> None:
     models = Models(SIZES["facebook/opt-1.3b"], CRITIC, CRITIC)
     full = replace(CFG, ppo=replace(CFG.ppo, remat="full"))
@@ -58,8 +88,10 @@ def test_what_does_not_fit_whole_is_shared() -> None:
     needs = [generating(size) for size in (1, 2, 4, 8)]
     assert needs[0] > max(needs[1:])
     assert chosen("facebook/opt-1.3b", "8x1", needs[0] + 0.01) == 1
-    # Of what fits the fastest: eight devices read the least.
+    # Of what fits the fastest: eight devices read the least, four hold logits of fewer rows.
     assert chosen("facebook/opt-1.3b", "8x1", needs[0] - 0.01) == 8
+    assert needs[2] < min(needs[1], needs[3])
+    assert chosen("facebook/opt-1.3b", "8x1", needs[2] + 0.01) == 4
     assert chosen("facebook/opt-1.3b", "8x1", min(needs) - 0.01) == 8
 
 

@@ -64,6 +64,13 @@ def test_slots_that_were_asked_for_are_the_most(capsys) -> None:
     assert found < 128
 
 
+@pytest.mark.parametrize("platform", ["gpu", "cpu"])
+def test_prompts_of_fewer_slots_than_devices_are_planned(platform: str) -> None:
+    """They are read one at a time here, by heads: training would cut rows."""
+    cfg = replace(CFG, ppo=replace(CFG.ppo, rollout_slots=8))
+    assert slots_in(1000, Place(parse_mesh("8x1"), 8, platform), cfg) == 8
+
+
 def test_every_share_of_the_batch_has_as_many() -> None:
     place = Place(parse_mesh("4x1"), inference_tp=1)
     found = slots_in(15, place)

@@ -108,7 +108,7 @@ NOT_NEEDED: dict[str, str] = {
     "reward_zero_stage": _SHARDED,
     "critic_zero_stage": _SHARDED,
     "zero_stage": _SHARDED,
-    "enable_hybrid_engine": "the engine always trains and generates on the same buffers",
+    "enable_hybrid_engine": "the engine always trains and generates on the same devices",
     "release_inference_cache": _CACHE,
     "max_out_tokens": "the KV cache has room for --ppo.max-prompt-seq-len and "
     "--ppo.max-answer-seq-len tokens",

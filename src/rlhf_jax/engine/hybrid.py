@@ -23,9 +23,10 @@ from rlhf_jax.models.params import (
 class HybridEngine:
     """Layouts and compiled programs of one decoder on one mesh.
 
-    Generation reads the very buffers that the update wrote: nothing is copied between them, and
-    nothing here holds parameters unless `pin` is called. With `merge_adapters` it decodes with
-    adapters merged into a copy of their weights, made anew in every generation (or by `pin`).
+    Generation takes the very buffers that the update wrote. What another layout needs is gathered
+    inside its program, and nothing here holds parameters unless `pin` is called. With
+    `merge_adapters` it decodes with adapters merged into a copy of their weights, made anew in
+    every generation (or by `pin`).
 
     With `slots` no more rows than that decode at once and have a cache: of a larger batch, a row
     that ends makes room for the next prompt. Answers are the same.

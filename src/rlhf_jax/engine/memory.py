@@ -249,7 +249,7 @@ class ModelMemory:
         if remat in ("dots", "none"):
             kept += wide["F"] + (0 if self.cfg.pre_norm else wide["D"])
         if remat == "none":
-            kept += 2 * wide["D"] + self.scores(rows) + self.gathered_layer()
+            kept += 2 * wide["D"] + self.scores(rows, self.compute) + self.gathered_layer()
         return kept
 
     def softmax_sums(self, rows: Rows) -> int:
@@ -262,14 +262,14 @@ class ModelMemory:
     def layer_forward(self, rows: Rows, layout: Layout) -> int:
         """A layer's input and output, and the larger of attention and feed-forward."""
         wide = self.widths(rows, layout)
-        attention = wide["E"] + wide["H"] + self.scores(rows)
+        attention = wide["E"] + wide["H"] + self.scores(rows, layout)
         return 2 * wide["D"] + max(attention, wide["F"] + wide["D"])
 
     def layer_backward(self, rows: Rows) -> int:
         """The layer once more, and gradients of its widest arrays."""
         wide = self.widths(rows, self.compute)
         again = wide["E"] + wide["H"] + wide["F"] + 3 * wide["D"]
-        return again + wide["F"] + 2 * wide["D"] + 2 * self.scores(rows)
+        return again + wide["F"] + 2 * wide["D"] + 2 * self.scores(rows, self.compute)
 
     def widths(self, rows: Rows, layout: Layout) -> dict[str, int]:
         """Bytes of the arrays of a layer by their last dimension."""
@@ -283,7 +283,7 @@ class ModelMemory:
             for name, axis in axes.items()
         }
 
-    def scores(self, rows: Rows) -> int:
+    def scores(self, rows: Rows, layout: Layout) -> int:
         """The matrix of attention scores, where there is one, and its softmax: float32. A token of
         a sequence has one with every other, whichever rows they are of.
         """
@@ -292,7 +292,7 @@ class ModelMemory:
         heads, length = self.cfg.num_heads, rows.length
         keys = max(length, rows.sequence or 0)
         shape, axes = (rows.rows, heads, length, keys), ("batch", "heads", None, None)
-        return 2 * local_bytes(self.compute, shape, axes, FLOAT32)
+        return 2 * local_bytes(layout, shape, axes, FLOAT32)
 
     def gathered_layer(self) -> int:
         """Weights of one layer as it computes, where they are not stored so."""

@@ -73,9 +73,10 @@ def load(
         source = find_pretrained(name, scalar=True)
     keep_compiled_programs()
     shape = start_devices(mesh)
-    heads = (source.cfg.num_heads, source.cfg.num_kv_heads)
-    decode_tp = inference_tp_size or default_inference_tp(shape, *heads)
-    return Model(source, make_mesh(shape, decode_tp), dtype, key=jax.random.key(seed))
+    if inference_tp_size is None:
+        heads = source.cfg.num_heads, source.cfg.num_kv_heads
+        inference_tp_size = default_inference_tp(shape, *heads)
+    return Model(source, make_mesh(shape, inference_tp_size), dtype, key=jax.random.key(seed))
 
 
 class Model:

@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 
+import jax.numpy as jnp
+
 from meshes.layout import MeshShape, check_inference_tp, default_inference_tp, even_inference_sizes
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.stages.config import TrainConfig
 from rlhf_jax.stages.memory_plan import Models, Place, plan_ppo
-from rlhf_jax.stages.rollout_slots import common_limit, generating
+from rlhf_jax.stages.rollout_slots import common_limit
 
 BANDWIDTH = 4e12
 """Bytes a second that an H200 reads of weights."""
@@ -19,8 +21,9 @@ def choose_inference_tp(
     cfg: TrainConfig, models: Models, shape: MeshShape, platform: str, limit: int | None
 ) -> int:
     """`--inference-tp-size`; without it, on GPUs, the size whose decode steps are fastest of those
-    that divide the heads and fit in `limit` bytes of each device with all rows at once. Where none
-    does, where devices do not say what they have, and on a CPU, it is the largest.
+    that divide the heads, leave each share of the batch as many of the slots asked for, and fit in
+    `limit` bytes of each device, without slots with all rows at once. Where none does, where
+    devices do not say what they have, without step 3, and on a CPU, it is the largest.
 
     Raises:
         ValueError: the size asked for does not fit the mesh.
@@ -31,18 +34,24 @@ def choose_inference_tp(
     actor, limit = models.actor, common_limit(limit)
     heads = actor.num_heads, actor.num_kv_heads
     if platform == "gpu" and limit is not None and "ppo" in cfg.stages:
-        whole = replace(cfg.ppo, rollout_slots=None, remat="full")  # not yet chosen if "auto"
+        planned = replace(cfg, ppo=replace(cfg.ppo, remat="full"))  # not yet chosen if "auto"
+        narrow = cfg.ppo.rollout_weights != "same"
+        itemsize = 1 if narrow else jnp.dtype(cfg.dtype).itemsize
+        slots = cfg.ppo.rollout_slots or 0
         sizes = even_inference_sizes(shape, *heads)
-        for size in sorted(sizes, key=lambda size: step_seconds(actor, size)):
-            plan = plan_ppo(replace(cfg, ppo=whole), models, Place(shape, size, platform))
-            if generating(plan) <= limit:
+        for size in sorted(sizes, key=lambda size: step_seconds(actor, size, itemsize)):
+            if slots % (shape.num_devices // size):
+                continue
+            plan = plan_ppo(planned, models, Place(shape, size, platform))
+            # A pinned copy stays for scoring.
+            if plan.resident + max(plan.programs["generate"], plan.programs["score"]) <= limit:
                 return size
     return default_inference_tp(shape, *heads)
 
 
-def step_seconds(cfg: ModelConfig, inference_tp: int) -> float:
-    """The part of a decode step in bfloat16 that depends on how many devices share the model:
-    reading its weights, and two sums a layer. Rows and heads are as many a device either way.
+def step_seconds(cfg: ModelConfig, inference_tp: int, itemsize: int) -> float:
+    """The part of a decode step that depends on how many devices share the model: reading its
+    weights of `itemsize` bytes, and two sums a layer. The cache is as large a device either way.
     """
-    weights = 2 * cfg.num_params() / inference_tp / BANDWIDTH
+    weights = itemsize * cfg.num_params() / inference_tp / BANDWIDTH
     return weights + (2 * cfg.num_layers * SUM_SECONDS if inference_tp > 1 else 0.0)

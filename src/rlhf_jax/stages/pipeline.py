@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import jax
 
-from meshes.layout import MeshShape
+from meshes.layout import MeshShape, check_inference_tp
 from meshes.multihost import COORDINATOR, num_processes, on_first_process, start_devices
 from rlhf_jax.data.turn_format import BY_TEMPLATE
 from rlhf_jax.hf.pretrained import Pretrained, find_pretrained
@@ -54,6 +54,8 @@ def run_pipeline(cfg: TrainConfig, config_yaml: str, baseline: Baseline | None =
         silence()
     with spoken_logs():
         say(config_yaml.rstrip())
+        if cfg.inference_tp_size is not None:
+            check_inference_tp(shape, cfg.inference_tp_size)
         actor = main_model(cfg)
         check_installed(cfg.report_to)
         check_batches(cfg, shape)
