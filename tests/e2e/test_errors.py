@@ -105,13 +105,20 @@ def lines(*rows: Mapping[str, str]) -> str:
         (["--data.data-path=no/such.jsonl"], 1, "no/such.jsonl: no such file or folder"),
         (["--sft.max-seq-len=65"], 1, "--sft.max-seq-len=65"),
         (["--ppo.max-prompt-seq-len=5"], 1, "--ppo.max-prompt-seq-len"),
-        (["--step", "3"], 1, "the reward model quickstart has no score_statistics.json"),
+        (["--step", "3"], 1, "give --actor-model=RUN/sft --reward-model=RUN/reward of an earlier"),
         (["--resume"], 1, "run holds no run (no config.yaml)"),
         (["--sft.lora.dim=2", "--sft.lora.modules", "query"], 1, "'query' is part of no"),
     ],
 )  # fmt: skip
 def test_flags(fails: Fails, flags: list[str], code: int, message: str) -> None:
     assert message in fails(*flags, code=code)
+
+
+def test_step_3_alone_names_the_models_that_are_there(fails: Fails, tmp_path) -> None:
+    (tmp_path / "run" / "reward").mkdir(parents=True)
+    message = fails("--step", "3", "--ppo.no-standardize-score")
+    models = f"--actor-model={tmp_path / 'run'}/sft --reward-model={tmp_path / 'run'}/reward"
+    assert f"give {models} and another --output-dir" in message
 
 
 def test_a_directory_that_holds_something_is_never_overwritten(fails: Fails, tmp_path) -> None:

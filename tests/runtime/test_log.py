@@ -40,6 +40,15 @@ def test_on_a_terminal_there_is_a_bar_with_metrics(monkeypatch: pytest.MonkeyPat
     assert re.search(r"sft .*3/4 .*eta .*loss 1\.25  \[x\] 2", text)
 
 
+def test_a_narrow_terminal_cuts_metrics_and_not_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(log, "console", Console(file=screen, force_terminal=True, width=60))
+    with log.progress("ppo", total=1500) as shown:
+        shown.update(120, {"scores": -0.448, "kl": -7.451e-09, "length": 6.625})
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
+    assert re.search(r"ppo +120/1500 eta \S+ scores -0\.448  kl -7\.451e-09  len…", text)
+
+
 def test_a_silenced_process_prints_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

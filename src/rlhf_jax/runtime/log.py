@@ -18,8 +18,11 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 from rich.text import Text
 
+WIDE = 120
+"""Columns of a terminal that have room for a bar beside the metrics."""
 console = Console(highlight=False, soft_wrap=True)
 """Where everything goes. It follows `sys.stdout`, so redirecting works."""
 
@@ -67,16 +70,18 @@ class StepProgress:
 
     @contextmanager
     def _live(self) -> Iterator[None]:
-        with Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("eta"),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[metrics]}", markup=False),
-            console=console,
-        ) as bar:
+        whole, rest = Column(no_wrap=True), Column(no_wrap=True, ratio=1, overflow="ellipsis")
+        wide = console.width >= WIDE
+        columns = [
+            TextColumn("{task.description}", table_column=whole),
+            *([BarColumn(bar_width=24)] if wide else []),
+            MofNCompleteColumn(table_column=whole.copy()),
+            *([TimeElapsedColumn(table_column=whole.copy())] if wide else []),
+            TextColumn("eta", table_column=whole.copy()),
+            TimeRemainingColumn(table_column=whole.copy()),
+            TextColumn("{task.fields[metrics]}", markup=False, table_column=rest),
+        ]
+        with Progress(*columns, console=console, expand=True) as bar:
             task = bar.add_task(
                 self._description, total=self._total, completed=self._first, metrics=""
             )

@@ -12,6 +12,7 @@ from rlhf_jax.hf.convert import check, plan
 from rlhf_jax.hf.pretrained import Pretrained, find_pretrained
 from rlhf_jax.models.lora import LoRAConfig, select_modules
 from rlhf_jax.models.params import param_specs, scalar_specs
+from rlhf_jax.models.tiny import QUICKSTART
 from rlhf_jax.stages.config import StageName, TrainConfig
 from rlhf_jax.stages.ptx import read_ptx
 from rlhf_jax.stages.reward_plan import (
@@ -88,7 +89,20 @@ def check_ppo_models(cfg: TrainConfig, actor: Pretrained, plan: RewardPlan) -> N
     check_adapters(actor, cfg.ppo.actor_lora)
     check_adapters(plan.critic, cfg.ppo.critic_lora)
     if "reward" not in cfg.stages:
+        if plan.reward is not None and plan.reward.name == QUICKSTART:
+            raise ValueError(untrained_reward_model(cfg.output_dir))
         score_statistics(cfg.ppo, plan.reward)
+
+
+def untrained_reward_model(output_dir: str) -> str:
+    """What to do where step 3 runs without step 2 and no reward model was named."""
+    is_there = (Path(output_dir) / "reward").is_dir()
+    run = output_dir if is_there else "RUN"
+    which = "and another --output-dir" if is_there else "of an earlier run"
+    return (
+        "step 3 needs a trained reward model, and step 2 is not in --step: give "
+        f"--actor-model={run}/sft --reward-model={run}/reward {which}, or --step 1 2 3"
+    )
 
 
 def ppo_plan(cfg: TrainConfig, actor: Pretrained) -> RewardPlan:

@@ -19,7 +19,7 @@ from rlhf_jax.runtime.compilation import (
     keep_compiled_programs,
 )
 from rlhf_jax.runtime.log import say, silence
-from rlhf_jax.runtime.report.settings import Baseline
+from rlhf_jax.runtime.report.settings import Baseline, written
 from rlhf_jax.runtime.trackers import check_installed
 from rlhf_jax.stages.checks import check_batches, check_data, check_models
 from rlhf_jax.stages.config import StageName, TrainConfig
@@ -30,7 +30,7 @@ from rlhf_jax.stages.memory_plan import Models, Place, Plan, check_memory, devic
 from rlhf_jax.stages.ppo import run_ppo
 from rlhf_jax.stages.reward import run_reward
 from rlhf_jax.stages.rollout_slots import fit_slots
-from rlhf_jax.stages.run import Run, prepare_directory
+from rlhf_jax.stages.run import Run, flatten, prepare_directory
 from rlhf_jax.stages.sft import run_sft
 from rlhf_jax.stages.summary import print_summary
 
@@ -38,8 +38,8 @@ from rlhf_jax.stages.summary import print_summary
 def run_pipeline(cfg: TrainConfig, config_yaml: str, baseline: Baseline | None = None) -> None:
     """Runs the stages of `cfg.step`; each reads what the one before left in `output_dir`.
 
-    `config_yaml` is the resolved config as text, which is printed and saved first; the report
-    compares it with `baseline`.
+    `config_yaml` is the resolved config as text, which is saved first; what differs from `baseline`
+    is printed, and shown in the report.
 
     Raises:
         ValueError, FileNotFoundError: the config asks for what is not there or does not fit.
@@ -53,7 +53,7 @@ def run_pipeline(cfg: TrainConfig, config_yaml: str, baseline: Baseline | None =
     if jax.process_index() != 0:
         silence()
     with spoken_logs():
-        say(config_yaml.rstrip())
+        say(settings_line(cfg, baseline))
         if cfg.inference_tp_size is not None:
             check_inference_tp(shape, cfg.inference_tp_size)
         actor = main_model(cfg)
@@ -78,6 +78,21 @@ def run_pipeline(cfg: TrainConfig, config_yaml: str, baseline: Baseline | None =
             for stage in cfg.stages:
                 run_stage(run, stage, actor, plans[stage], formats[stage])
         print_summary(run.directory, time.perf_counter() - started)
+
+
+def settings_line(cfg: TrainConfig, baseline: Baseline | None) -> str:
+    """Where all settings are, and which are not those of `baseline`."""
+    where = f"{cfg.output_dir}/config.yaml"
+    if baseline is None:
+        return f"settings: {where}"
+    usual, mine = baseline.settings, flatten(cfg)
+    changed = [
+        f"{name}={written(value)}"
+        for name, value in mine.items()
+        if name in usual and written(value) != written(usual[name])
+    ]
+    but = f", but {', '.join(changed)}" if changed else ""
+    return f"settings: {where}; as in {baseline.name}{but}"
 
 
 def say_who_waits() -> None:

@@ -42,7 +42,13 @@ from rlhf_jax.stages.run import Run
 from rlhf_jax.stages.scores import HostScorer, host_scorer
 from rlhf_jax.stages.trainable import export_adapter
 
-SHOWN = ("objective/scores", "objective/kl", "response_length/mean", "policy/clipfrac_avg")
+SHOWN = {
+    "scores": "objective/scores",
+    "kl": "objective/kl",
+    "length": "response_length/mean",
+    "clipfrac": "policy/clipfrac_avg",
+}
+"""What progress calls the metrics that it shows."""
 
 
 def run_ppo(run: Run, actor: Pretrained, reward: Pretrained | None) -> None:
@@ -259,7 +265,7 @@ def train(
                 with run.timer.phase("evaluate"):
                     metrics |= evaluator.measure(done, roles, averaged(beside, roles))
             values = run.log("ppo", done, metrics)
-            bar.update(done, {name.split("/")[1]: values[name] for name in SHOWN})
+            bar.update(done, {name: values[metric] for name, metric in SHOWN.items()})
             stopping = run.should_stop(logged=True)
             if stopping or run.due(run.cfg.save_interval, done, num_steps):
                 saved = (roles.actor, roles.critic, beside)

@@ -1,5 +1,6 @@
 """The table at the end of a run: what each stage reached, and what PPO or DPO changed."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,8 @@ def print_summary(directory: Path, seconds: float) -> None:
     say(f"  {directory / 'report.html'}  open it in a browser")
     say(f"  {directory / 'metrics.jsonl'}, {directory / 'samples'}/, {directory / 'config.yaml'}")
     if any((directory / name).exists() for name in ("actor", "dpo", "sft")):
-        say(f"try it: python -m rlhf_jax.chat {directory}")
+        runner = "uv run " if "UV_RUN_RECURSION_DEPTH" in os.environ else ""
+        say(f"try it: {runner}python -m rlhf_jax.chat {directory}")
 
 
 def print_ppo(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
