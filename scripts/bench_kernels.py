@@ -30,7 +30,12 @@ from kernels_pallas.attention.api import attention
 from kernels_pallas.decode_attention import pallas, tiling
 from kernels_pallas.decode_attention.api import decode_attention
 from kernels_pallas.decode_attention.narrow import narrowed
-from kernels_pallas.skinny_product.api import product_down, product_down_transposed, product_up
+from kernels_pallas.skinny_product.api import (
+    product_down,
+    product_down_transposed,
+    product_up,
+    takes_digits,
+)
 from kernels_pallas.token_logprob.api import token_logprob
 from rlhf_jax.models.quantized import quantize
 from scripts.kernel_rows import HEADER, LARGEST_ERROR, Row, difference, normal, seconds
@@ -227,8 +232,10 @@ class HalfLayerBench:
             "shift_D": normal(seed + 5, (D,), dtype) if case.layer_norm else None,
         }
 
-    def step(self, x: jax.Array, h: jax.Array, w: Any, plan: str | None):
-        """The residual and the next normalised rows; `plan` is the kernels' implementation."""
+    def step(self, x: jax.Array, h: Any, w: Any, plan: str | None, *, chained: bool = False):
+        """The residual and the next normalised rows, `chained` in the form that the next product
+        takes; `plan` is the kernels' implementation.
+        """
         (up_FD, up_scale_F), (gate_FD, gate_scale_F) = w["up"], w["gate"]
         y = product_up(
             h, up_FD, w["bias_F"], gate_FD, up_scale_F, gate_scale_F,
@@ -236,9 +243,15 @@ class HalfLayerBench:
         )[:, : self.case.inputs]  # fmt: skip
         down = product_down_transposed if self.case.form == "int8" else product_down
         parts = down(y, *w["down"], implementation=plan)
+        return self.norm(x, parts, w, plan, chained=chained)
+
+    def norm(self, x: jax.Array, parts: jax.Array, w: Any, plan: str | None, *, chained: bool):
+        """What a half layer ends with."""
+        digits = chained and takes_digits(x, w["up"][0], w["gate"][0], implementation=plan)
         return add_norm(
-            x, parts, w["shift_D"], w["scale_D"], w["shift_D"], eps=1e-5, implementation=plan
-        )
+            x, parts, w["shift_D"], w["scale_D"], w["shift_D"],
+            eps=1e-5, digits=digits, implementation=plan,
+        )  # fmt: skip
 
     def seconds(self, plan: str | None) -> float:
         """Seconds of one half layer inside a loop over all of them."""
@@ -248,10 +261,11 @@ class HalfLayerBench:
             def one_round(_, rows):
                 x, h = rows
                 for w in weights:
-                    x, h = self.step(x, h, w, plan)
+                    x, h = self.step(x, h, w, plan, chained=True)
                 return x, h
 
-            return lax.fori_loop(0, self.args.rounds, one_round, (x, h))
+            first = self.norm(x, h[None], weights[0], plan, chained=True)
+            return lax.fori_loop(0, self.args.rounds, one_round, first)
 
         time_taken = seconds(lambda: run(self.x, self.h, self.weights), self.args.repeats, 1)
         return time_taken / (self.args.rounds * len(self.weights))
