@@ -7,8 +7,8 @@
 Behind `--` stand the flags of training, the same for every process. The first process prints; all
 of them meet at a free port of the loopback. When one ends otherwise than with 0, the others are
 ended too (they would wait for it), what happened is printed, and the exit code is its own. Ctrl-C
-reaches every process once: they save and stop together. SIGTERM, or a terminal that is closed, ends
-them all; on Linux so does SIGKILL.
+and SIGTERM reach every process once: they save and stop together; a second one stops them at once.
+A terminal that is closed ends them all; on Linux so does SIGKILL.
 """
 
 import argparse
@@ -24,8 +24,8 @@ from dataclasses import dataclass
 
 GRACE = 3.0
 """Seconds between asking a process to end and ending it."""
-INTERRUPTED = 128 + signal.SIGINT
-"""The exit code of training that ctrl-C has stopped."""
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""The exit codes of training that a signal has stopped."""
 PR_SET_PDEATHSIG = 1
 """Of Linux's `prctl`: the signal that a process gets when its parent has ended."""
 
@@ -111,7 +111,7 @@ def wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
         if failed:
             index, code = min(failed.items(), key=lambda each: each[1] != -signal.SIGKILL)
             end(processes)
-            if code != INTERRUPTED:  # the first process has said how to go on
+            if code not in STOPPED:  # the first process has said how to go on
                 print(f"error: {reason(index, code)}; the others were ended", file=sys.stderr)
             return 128 - code if code < 0 else code
         if all(code == 0 for code in codes):
@@ -130,8 +130,8 @@ def reason(index: int, code: int) -> str:
 
 
 def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Processes that stop together have the time to; the rest are terminated, then killed: JAX
-    keeps SIGTERM to itself where it knows of other processes.
+    """Processes that stop together have the time to; the rest are terminated, then killed: training
+    saves after SIGTERM, for which it waits for the other processes.
     """
     for ask in (None, signal.SIGTERM, signal.SIGKILL):
         for process in processes:
@@ -197,7 +197,7 @@ def main() -> int:
         sys.exit(128 + signum)
 
     signal.signal(signal.SIGINT, pass_on)
-    signal.signal(signal.SIGTERM, give_up)
+    signal.signal(signal.SIGTERM, pass_on)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
         signal.signal(signal.SIGHUP, give_up)
     try:

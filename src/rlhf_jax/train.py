@@ -1,13 +1,16 @@
 """The three stages of RLHF from one command: `python -m rlhf_jax.train --help`.
 
 Exit codes: 0 done, 1 the run failed for a reason that the message gives, 2 wrong flags or config,
-130 interrupted. `RLHF_JAX_TRACEBACK=1` shows where an error came from.
+130 stopped by ctrl-C, 143 by SIGTERM. `RLHF_JAX_TRACEBACK=1` shows where an error came from.
 """
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+
+from rlhf_jax.runtime.signals import NAMES, Stopped
 
 TRACEBACK = "RLHF_JAX_TRACEBACK"
 
@@ -16,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse the flags (`sys.argv[1:]` by default) and run the stages that they ask for."""
     code = 2
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
+    os.environ["JAX_ENABLE_PREEMPTION_SERVICE"] = "0"  # of several processes it hides SIGTERM
     try:
         from rlhf_jax.cli import parse, to_yaml
 
@@ -35,10 +39,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         if code == 1:
             print(f"({TRACEBACK}=1 shows where it was raised)", file=sys.stderr)
         return code
+    except Stopped as stopped:
+        return leave(stopped)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def leave(stopped: Stopped) -> int:
+    """The exit code of a run that a signal has stopped."""
+    for signum in NAMES:  # one more of them would only change the exit code
+        signal.signal(signum, signal.SIG_IGN)
+    print("interrupted", file=sys.stderr)
+    if stopped.at_once:
+        # A thread that still writes a checkpoint would abort the interpreter as it ends.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(stopped.code)
+    return stopped.code
 
 
 if __name__ == "__main__":

@@ -40,6 +40,11 @@ def test_a_shape_that_a_stage_cannot_use_is_an_error_naming_those_it_takes(
     assert all(name in str(error.value) for name in TAKES[stage])
 
 
+def test_all_columns_of_rows_that_a_stage_cannot_use_are_named() -> None:
+    with pytest.raises(ValueError, match=r"its rows are prompt \(with better, worse\), which"):
+        shape_for(["prompt", "worse", "better"], "sft", "x")
+
+
 def test_further_columns_are_ignored_and_the_richest_shape_that_fits_is_taken() -> None:
     columns = ["id", "prompt", "chosen", "rejected", "text"]
     assert shape_for(columns, "sft", "x").name == "prompt+chosen+rejected"

@@ -256,6 +256,13 @@ def test_a_malformed_line_is_named(tmp_path: Path, name: str, compress: bool) ->
         load_records(str(tmp_path / name))
 
 
+def test_a_line_that_breaks_off_is_malformed_at_its_end(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": \n{"text": "b"}\n')
+    with pytest.raises(ValueError, match="line 1: malformed JSON, Expecting value at character 10"):
+        load_records(str(file))
+
+
 def test_a_malformed_array_names_the_line(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     file.write_text('[\n{"text": "a"},\n{"text" "b"}]')

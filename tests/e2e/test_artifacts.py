@@ -77,6 +77,7 @@ def test_the_summary_holds_the_results_of_every_stage(unbroken) -> None:
     assert list(summary) == ["sft", "reward", "ppo"]
     assert summary["sft"]["eval/perplexity"] > 1
     assert 0 <= summary["reward"]["eval/accuracy"] <= 1
+    assert {results["held_out_rows"] for results in summary.values()} == {8}
     for when in ("before", "after"):
         shares = summary["ppo"][when]["judged"]["sampled"]["all"]
         assert sum(shares.values()) == pytest.approx(1)

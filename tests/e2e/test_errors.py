@@ -116,7 +116,7 @@ def test_flags(fails: Fails, flags: list[str], code: int, message: str) -> None:
 
 def test_step_3_alone_names_the_models_that_are_there(fails: Fails, tmp_path) -> None:
     (tmp_path / "run" / "reward").mkdir(parents=True)
-    message = fails("--step", "3", "--ppo.no-standardize-score")
+    message = fails("--step", "3")
     models = f"--actor-model={tmp_path / 'run'}/sft --reward-model={tmp_path / 'run'}/reward"
     assert f"give {models} and another --output-dir" in message
 

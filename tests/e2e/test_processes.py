@@ -75,10 +75,10 @@ def test_two_processes_make_the_run_of_one(
     assert first.stdout is not None
     for line in first.stdout:
         if line.startswith("sft  1/"):
-            second.send_signal(signal.SIGINT)
+            second.send_signal(signal.SIGTERM)
             break
     outputs = [process.communicate(timeout=LIMIT) for process in (first, second)]
-    assert [process.returncode for process in (first, second)] == [130, 130], outputs
+    assert [process.returncode for process in (first, second)] == [143, 143], outputs
     assert "go on with the same command and --resume" in outputs[0][0]
     assert is_silent(outputs[1][0]), outputs[1][0]
 

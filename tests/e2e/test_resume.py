@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -133,23 +134,120 @@ def test_what_was_trained_but_not_exported_is_evaluated_and_exported(
     assert names[0].read_bytes() == names[1].read_bytes()
 
 
-def test_ctrl_c_saves_says_how_to_go_on_and_exits_130(tmp_path: Path) -> None:
-    flags = [f"--output-dir={tmp_path / 'run'}", "--mesh=1x1", "--step", "1", "--log-interval=1"]
-    flags += ["--sft.batch-size=8", "--sft.max-steps=1000000", "--data.max-rows=64"]
+FLAGS = [
+    "--mesh=1x1",
+    "--step",
+    "1",
+    "--log-interval=1",
+    "--sft.batch-size=8",
+    "--data.max-rows=64",
+]
+
+
+@contextmanager
+def training(directory: Path, *flags: str, program: str = "") -> Iterator[subprocess.Popen[str]]:
+    """Step 1 in `directory` as a process of its own, by the command or by this Python program."""
+    how = ["-c", program] if program else ["-m", "rlhf_jax.train"]
     with subprocess.Popen(
-        [sys.executable, "-m", "rlhf_jax.train", *flags],
+        [sys.executable, *how, f"--output-dir={directory}", *FLAGS, *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("sft  2/"):
-                process.send_signal(signal.SIGINT)
-                break
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def read_until(process: subprocess.Popen[str], beginning: str) -> str:
+    """What is printed up to the line with this beginning."""
+    assert process.stdout is not None
+    lines = ""
+    for line in process.stdout:
+        lines += line
+        if line.startswith(beginning):
+            return lines
+    assert process.stderr is not None
+    raise AssertionError(f"no line begins with {beginning!r}: {lines}{process.stderr.read()}")
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_and_its_copy_save_and_say_how_to_go_on(tmp_path: Path, signum, code) -> None:
+    with training(tmp_path / "run", "--sft.max-steps=1000000") as process:
+        read_until(process, "sft  2/")
+        process.send_signal(signum)
+        read_until(process, "interrupted: saving after this step")
+        process.send_signal(signum)
+        rest, errors = process.communicate()
+    assert process.returncode == code, errors
+    assert "go on with the same command and --resume" in rest
+    assert errors.endswith("interrupted\n")
+    (checkpoint,) = (tmp_path / "run" / "checkpoints" / "sft").iterdir()
+    assert int(checkpoint.name) >= 2
+    assert state(tmp_path / "run") == "interrupted"
+
+
+def state(directory: Path) -> str:
+    """What the report calls the run."""
+    (found,) = re.findall(r'class="state (\w+)"', (directory / "report.html").read_text())
+    return found
+
+
+SLOW_TO_SAVE = """
+import os, sys, time
+from rlhf_jax import train
+from rlhf_jax.runtime import signals
+
+rename, signals.SAME_REQUEST = os.rename, 0.0
+
+def slow_rename(before, after, **kwargs):
+    if os.path.basename(after).isdigit():  # the checkpoint gets its name: it is complete
+        print("renaming", flush=True)
+        time.sleep(float(os.environ["SECONDS"]))
+    rename(before, after, **kwargs)
+
+os.rename = slow_rename
+sys.exit(train.main())
+"""
+
+
+def test_a_save_is_finished_after_a_second_signal(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("SECONDS", "1")
+    flags = "--sft.max-steps=1000000"
+    with training(tmp_path / "run", flags, program=SLOW_TO_SAVE) as process:
+        read_until(process, "sft  2/")
+        process.send_signal(signal.SIGINT)
+        read_until(process, "renaming")
+        process.send_signal(signal.SIGINT)
         rest, errors = process.communicate()
     assert process.returncode == 130, errors
-    assert "interrupted: saving after this step" in rest
+    assert "saving, a moment" in rest
     assert "go on with the same command and --resume" in rest
-    assert list((tmp_path / "run" / "checkpoints" / "sft").iterdir())
+    assert len(list((tmp_path / "run" / "checkpoints" / "sft").glob("[0-9]"))) == 1
+    assert state(tmp_path / "run") == "interrupted"
+
+
+def test_a_third_signal_ends_a_save_and_the_stage_starts_anew(tmp_path: Path, monkeypatch) -> None:
+    """No abort, a report that tells, and no row twice."""
+    monkeypatch.setenv("SECONDS", "600")
+    flags = "--sft.max-steps=200"
+    with training(tmp_path / "run", flags, program=SLOW_TO_SAVE) as process:
+        read_until(process, "sft  2/")
+        process.send_signal(signal.SIGINT)
+        read_until(process, "renaming")
+        process.send_signal(signal.SIGINT)
+        read_until(process, "saving, a moment")
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert errors.endswith("interrupted\n")
+    assert state(tmp_path / "run") == "interrupted"
+    assert not list((tmp_path / "run" / "checkpoints" / "sft").glob("[0-9]"))
+    with training(tmp_path / "run", flags, "--resume") as process:
+        printed, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert "sft: no checkpoint, starts anew" in printed
+    rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert [row["step"] for row in rows] == list(range(201))

@@ -119,6 +119,7 @@ def test_at_the_reference_the_loss_is_log_2(tolerance):
         loss, metrics = ours(policy, policy, label_smoothing=label_smoothing)
         np.testing.assert_allclose(loss, np.log(2), **tolerance(np.float32))
         assert metrics["rewards/margins"] == 0
+        assert metrics["rewards/accuracies"] == 0.5  # every pair is a tie
 
 
 def test_label_smoothing_gives_the_margin_a_finite_optimum():

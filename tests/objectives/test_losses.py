@@ -66,6 +66,10 @@ def test_pairwise_loss_is_stable_at_extreme_margins(span):
     assert slope == -2
 
 
+def test_a_tie_counts_one_half():
+    assert pairs_of_scores(0.3, 0.3).accuracy == 0.5
+
+
 def test_pairwise_spans_agree_where_one_token_differs(tolerance):
     last, divergence = (pairs_of_scores(0.3, 0.1, span=s) for s in ("last", "divergence"))
     np.testing.assert_allclose(last.loss, divergence.loss, **tolerance(np.float32))

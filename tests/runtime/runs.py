@@ -38,9 +38,10 @@ def write_run(
     *,
     samples: Mapping[str, list[dict[str, Any]]] | None = None,
     summary: Mapping[str, Any] | None = None,
+    read: Mapping[str, Any] | None = None,
     config: str | None = "step: [1, 2, 3]\n",
 ) -> Path:
-    """The files of a run as training leaves them."""
+    """The files of a run as training leaves them; `read` is rows.json."""
     directory.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (directory / "metrics.jsonl").write_text(lines)
@@ -48,6 +49,8 @@ def write_run(
         (directory / "config.yaml").write_text(config)
     if summary is not None:
         (directory / "summary.json").write_text(json.dumps(summary))
+    if read is not None:
+        (directory / "rows.json").write_text(json.dumps(read))
     for stage, table in (samples or {}).items():
         (directory / "samples").mkdir(exist_ok=True)
         text = "".join(json.dumps(row) + "\n" for row in table)

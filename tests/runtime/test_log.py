@@ -2,6 +2,8 @@
 
 import io
 import re
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -58,3 +60,30 @@ def test_a_silenced_process_prints_nothing(
     with log.progress("sft", total=1) as shown:
         shown.update(1)
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("errors", [subprocess.PIPE, subprocess.STDOUT])
+def test_what_nobody_reads_any_more_ends_nothing(errors: int) -> None:
+    """As `| tee log` when ctrl-C has ended tee; with `2>&1 |` errors have no reader either."""
+    program = """
+import sys
+from rlhf_jax.runtime.log import say
+
+sys.stdin.read()
+say("one")
+say("two")
+print("interrupted", file=sys.stderr)
+sys.exit(130)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=errors, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdin is not None
+        process.stdout.close()
+        process.stdin.close()
+        said = process.stderr.read() if process.stderr else None
+    assert process.returncode == 130
+    if said is not None:
+        assert said == "nobody reads the output any more: it goes on without\ninterrupted\n"

@@ -60,6 +60,18 @@ def test_a_resumed_run_repeats_steps_and_the_last_row_counts(tmp_path: Path) -> 
     assert [(row["step"], row["loss"]) for row in read_rows(path)] == [(1, 1), (2, 20), (3, 30)]
 
 
+def test_the_rows_that_a_stage_writes_again_are_dropped(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path / "m.jsonl")
+    writer.drop("sft", after=-1)  # nothing was written
+    for stage, step in (("sft", 0), ("sft", 2), ("reward", 0), ("reward", 1), ("reward", 1)):
+        writer.write(stage, step, {"loss": jnp.nan if step else 0.1})
+    before = writer.path.read_text().splitlines()
+    writer.drop("reward", after=0)
+    assert writer.path.read_text().splitlines() == before[:3]
+    writer.drop("sft", after=-1)
+    assert writer.path.read_text().splitlines() == before[2:3]
+
+
 def test_samples_carry_their_step_and_every_letter(tmp_path: Path) -> None:
     table = SampleTable(tmp_path / "samples" / "ppo.jsonl")
     table.write(50, [Sample("é", "b\n", 1.5, "so", float("nan")), Sample("p", "a")])

@@ -15,7 +15,7 @@ from rlhf_jax.runtime.report.live import LiveReport
 from rlhf_jax.runtime.report.page import State, all_samples, build_report
 from rlhf_jax.runtime.report.reading import read_run
 from rlhf_jax.runtime.report.settings import Baseline
-from rlhf_jax.runtime.report.verdict import verdict
+from rlhf_jax.runtime.report.verdict import figures, verdict
 from tests.runtime.runs import ppo_rows, write_run
 
 
@@ -130,9 +130,46 @@ def test_the_verdict_says_what_ppo_changed(tmp_path: Path) -> None:
     run = write_run(tmp_path, summary={"ppo": {"before": BEFORE, "after": AFTER}})
     said = verdict(read_run(run), 1)
     assert said == (
-        "PPO raised the held-out score from -0.500 to 0.500 at a KL of 2.000 nats an answer; "
+        "PPO raised the held-out score from -0.500 to 0.500 with a KL of 2.000 nats an answer; "
         "answers are 50 % longer. 1 warning below."
     )
+
+
+def test_the_verdict_of_a_run_that_changed_nothing(tmp_path: Path) -> None:
+    """Differences that the digits do not show are none."""
+    after = BEFORE | {"eval/objective/scores": -0.5001, "eval/response_length/mean": 10.01}
+    run = write_run(tmp_path, summary={"ppo": {"before": BEFORE, "after": after}})
+    assert verdict(read_run(run), 0) == (
+        "PPO left the held-out score at -0.500 with a KL of 0.000 nats an answer; answers are as "
+        "long as before."
+    )
+
+
+def test_held_out_figures_say_of_how_many_rows_they_are(tmp_path: Path) -> None:
+    summary = {
+        "sft": {"eval/perplexity": 2.0, "held_out_rows": 17},
+        "reward": {"eval/accuracy": 1.0},
+        "ppo": {"before": BEFORE, "after": AFTER, "held_out_rows": 64},
+    }
+    names = [figure.name for figure in figures(read_run(write_run(tmp_path, summary=summary)))]
+    assert names[:3] == [
+        "SFT: held-out perplexity (17 rows)",
+        "Reward model: held-out accuracy",
+        "PPO: held-out score (64 prompts)",
+    ]
+
+
+def test_the_page_shows_rows_used_and_dropped(tmp_path: Path) -> None:
+    read = {"sft": {"rows": 7, "dropped": {"empty": 2, "over 9 tokens": 3}, "notes": ["<🙂>"]}}
+    page = " ".join(build_report(write_run(tmp_path, read=read)).read_text().split())
+    assert "<b>sft</b> 7 used, 5 dropped" in page
+    assert "&lt;🙂&gt;" in page
+
+
+def test_a_run_that_failed_before_its_first_row_tells_no_time(tmp_path: Path) -> None:
+    failed = State("failed", "no room")
+    assert "of training time" not in build_report(write_run(tmp_path), state=failed).read_text()
+    assert "of training time" in build_report(write_run(tmp_path, ppo_rows())).read_text()
 
 
 def test_the_verdict_of_a_run_that_diverged(tmp_path: Path) -> None:

@@ -116,8 +116,10 @@ def test_steps_skipped_between_rows_are_known_from_the_summary(tmp_path: Path) -
         ("reward", "eval/accuracy", [0.0, 0.52], "Held-out preferences are guessed"),
         ("reward", "eval/accuracy", [0.0, 0.7], None),
         ("dpo", "eval/rewards/accuracies", [0.0, 0.5], "Held-out preferences are guessed"),
-        ("sft", "eval/cross_entropy", [3.0, 1.0, 1.2], "The held-out loss rises again"),
+        ("sft", "eval/cross_entropy", [3.0, 1.0, 1.2], "The held-out loss has risen"),
         ("sft", "eval/cross_entropy", [3.0, 1.0, 1.01], None),
+        ("sft", "eval/cross_entropy", [5.9, 9.5], "The held-out loss has risen"),
+        ("sft", "eval/cross_entropy", [5.9], None),
     ],
 )
 def test_warnings_of_the_other_stages(
@@ -125,6 +127,43 @@ def test_warnings_of_the_other_stages(
 ) -> None:
     rows = [{"stage": stage, "step": n, "time": 1.0, name: v} for n, v in enumerate(values)]
     assert titles(write_run(tmp_path, rows)) == ([title] if title else [])
+
+
+@pytest.mark.parametrize(
+    ("losses", "held_out", "warned"),
+    [
+        ([3.0, 1.0, 0.5], 1.1, True),
+        ([3.0, 1.0, 0.5], 0.9, False),  # not twice as high
+        ([3.0, 0.1, 0.01], 0.1, False),  # twice as high, but not by 0.1
+        ([3.0, 1.0, 0.5, 0.1], 0.9, False),  # what was learned after the evaluation does not count
+    ],
+)
+def test_two_evaluations_tell_a_held_out_loss_far_above_the_training_loss(
+    tmp_path: Path, losses: list[float], held_out: float, warned: bool
+) -> None:
+    rows = [{"stage": "sft", "step": n, "time": 1.0, "loss": v} for n, v in enumerate(losses, 1)]
+    rows[2]["eval/cross_entropy"] = held_out
+    first = {"stage": "sft", "step": 0, "time": 1.0, "eval/cross_entropy": 3.0}
+    found = titles(write_run(tmp_path, [first, *rows]))
+    assert found == ["The held-out loss is far above the training loss"] * warned
+
+
+@pytest.mark.parametrize(
+    ("stage", "rows", "seen"),
+    [
+        ("sft", 17, "37 of 54 train rows: 30 over 52 tokens, 7 empty"),
+        ("ppo", 332, "37 of 369 train rows: 30 over 52 tokens, 7 empty"),
+        ("ppo", 333, None),
+    ],
+)
+def test_more_than_a_tenth_of_the_rows_dropped_is_warned_of(
+    tmp_path: Path, stage: str, rows: int, seen: str | None
+) -> None:
+    read = {stage: {"rows": rows, "dropped": {"over 52 tokens": 30, "empty": 7}, "notes": []}}
+    logged = [{"stage": stage, "step": 0, "time": 1.0}]
+    found = find(read_run(write_run(tmp_path, logged, read=read)))
+    assert [finding.seen for finding in found] == ([seen] if seen else [])
+    assert all(("--ppo.max-prompt" in f.advice) == (stage == "ppo") for f in found)
 
 
 def test_few_rows_say_nothing(tmp_path: Path) -> None:

@@ -114,8 +114,9 @@ def test_what_fails_without_a_killed_process_is_not_the_cause() -> None:
     assert wait([first, second]) == 128 + signal.SIGKILL
 
 
-def test_an_interruption_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert wait([python("raise SystemExit(130)") for _ in range(2)]) == 130
+@pytest.mark.parametrize("code", [130, 143])
+def test_being_stopped_is_no_error(code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert wait([python(f"raise SystemExit({code})") for _ in range(2)]) == code
     assert capsys.readouterr().err == ""
 
 
@@ -124,15 +125,19 @@ def test_processes_that_end_well_are_waited_for() -> None:
 
 
 STUB = """
-import os, pathlib, sys, time
+import os, pathlib, signal, sys, time
 
+def stop(signum, frame):
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, lambda *_: os._exit(1))  # it came twice
+    time.sleep(0.5)
+    sys.exit(128 + signum)
+
+for each in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(each, stop)
 me = pathlib.Path(__file__).with_name(os.environ["JAX_PROCESS_ID"])
 me.write_text(f"{os.getpid()} {sys.argv[1:]}")
-try:
-    time.sleep(600)
-except KeyboardInterrupt:
-    time.sleep(0.5)  # a second interrupt would end this with another code
-    sys.exit(130)
+time.sleep(600)
 """
 
 
@@ -178,7 +183,7 @@ def is_alive(pid: int) -> bool:
     ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
 def test_signals_reach_every_process(job, signum: int, code: int) -> None:
-    """Ctrl-C once, so that they can save; SIGTERM and a closed terminal end them."""
+    """Ctrl-C and SIGTERM once, so that they can save; a closed terminal ends them."""
     parent, pids = job
     parent.send_signal(signum)
     assert parent.wait(timeout=60) == code

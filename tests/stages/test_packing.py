@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,7 +113,7 @@ def test_what_cannot_be_packed_is_refused() -> None:
     ("stage", "data_of", "one"), [("sft", sft_data, "row"), ("reward", reward_data, "pair")]
 )
 def test_a_step_has_its_rows_on_average_and_held_out_batches_stay(
-    stage: str, data_of: Any, one: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, stage: str, data_of: Any, one: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The quickstart's rows, 8 devices, batches in 2 parts: sequences in multiples of 16."""
     base, model = quickstart(), find_pretrained("quickstart")
@@ -121,7 +122,10 @@ def test_a_step_has_its_rows_on_average_and_held_out_batches_stay(
     )
     mesh = make_mesh(parse_mesh("8x1"), 1)
     plain, packed = (
-        data_of(SimpleNamespace(cfg=replace(base, **{stage: each}), mesh=mesh), model)
+        data_of(
+            SimpleNamespace(cfg=replace(base, **{stage: each}), mesh=mesh, directory=tmp_path),
+            model,
+        )
         for each in (replace(settings, packing=False), settings)
     )
     jax.tree.map(np.testing.assert_array_equal, packed[1], plain[1])

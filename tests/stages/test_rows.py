@@ -16,7 +16,13 @@ from rlhf_jax.stages.checks import TOKENIZE, check_data, check_models, check_pos
 from rlhf_jax.stages.config import StageName, TrainConfig
 from rlhf_jax.stages.prompts import ppo_data
 from rlhf_jax.stages.reward import reward_data
-from rlhf_jax.stages.rows import StageRows, batches_of_one_length, read_rows
+from rlhf_jax.stages.rows import (
+    StageRows,
+    batches_of_one_length,
+    count_rows,
+    read_rows,
+    remarks,
+)
 from rlhf_jax.stages.sft import sft_data
 
 SHORT = [{"prompt": f"p{n} ", "chosen": f"a{n}", "rejected": "no"} for n in range(10)]
@@ -24,10 +30,11 @@ LONG = [{"prompt": "p" * 50, "chosen": "a" * 50, "rejected": "no"}] * 4
 
 
 class FakeRun:
-    """All that batches ask of a run: its config."""
+    """All that batches ask of a run: its config and directory."""
 
     def __init__(self, cfg: TrainConfig) -> None:
-        self.cfg = cfg
+        self.cfg, self.directory = cfg, Path(cfg.output_dir)
+        self.directory.mkdir(exist_ok=True)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +49,7 @@ def config(folder: Path, train: list[dict[str, str]], held_out: list[dict[str, s
             text = "".join(json.dumps(row) + "\n" for row in rows)
             (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
     data = DataConfig(data_path=(str(folder),), data_split="", eval_fraction=0.0)
-    return replace(quickstart(), data=data, eval_batches=2)
+    return replace(quickstart(), data=data, eval_batches=2, output_dir=str(folder / "run"))
 
 
 @pytest.mark.parametrize("stage", TOKENIZE)
@@ -53,11 +60,79 @@ def test_train_and_held_out_rows_are_counted_each(
     rows = read_rows(cfg, stage, model, TOKENIZE[stage])
     assert (len(rows.train), len(rows.held_out)) == (10, 2)
     limit = 40 if stage == "ppo" else 52
-    dropped = f"4 dropped (over {limit} tokens)"
+    flag = "--ppo.max-prompt-seq-len" if stage == "ppo" else f"--{stage}.max-seq-len"
+    dropped, ways = f"4 dropped (over {limit} tokens)", f"{flag} or --data.overlong=cut"
     assert rows.notes[-2:] == (
-        f"{stage}: 10 rows, {dropped}",
+        f"{stage}: 10 rows, {dropped}; to keep them: {ways}",
         f"{stage} held out: 2 rows, {dropped}",
     )
+    cut = replace(cfg, data=replace(cfg.data, overlong="cut"))
+    assert "to keep them" not in "".join(read_rows(cut, stage, model, TOKENIZE[stage]).notes[-1:])
+
+
+def test_flags_that_keep_rows_are_named_where_held_out_ones_alone_are_too_long(
+    tmp_path: Path, model: Pretrained
+) -> None:
+    notes = read_rows(config(tmp_path, SHORT, LONG), "sft", model, tokenize_sft).notes
+    assert "to keep them" not in notes[-2]
+    assert "; to keep them: --sft.max-seq-len or --data.overlong=cut; nothing is" in notes[-1]
+
+
+def said(
+    cfg: TrainConfig, model: Pretrained, stage: StageName, num_train: int, num_held_out: int = 0
+) -> str:
+    return "; ".join(remarks(cfg, stage, model, num_train, num_held_out))
+
+
+def test_few_steps_and_a_batch_larger_than_the_rows_are_told(model: Pretrained) -> None:
+    cfg = quickstart()
+    plain = replace(cfg, reward=replace(cfg.reward, max_steps=None))
+    assert said(plain, model, "reward", 11) == (
+        "reward: 11 rows in batches of 64 make 1 step: lower --reward.batch-size or raise "
+        "--reward.num-train-epochs"
+    )
+    assert "make 9 steps" in said(plain, model, "reward", 9 * 64)
+    assert said(plain, model, "reward", 9 * 64 + 1) == ""
+    assert said(cfg, model, "sft", 63) == (
+        "sft: a batch of 64 is larger than the 63 rows: lower --sft.batch-size"
+    )
+    assert said(cfg, model, "sft", 64) == ""
+
+
+def test_held_out_rows_that_are_not_evaluated_are_counted(model: Pretrained) -> None:
+    cfg = replace(quickstart(), eval_batches=2)
+    assert said(cfg, model, "dpo", 6400, 129) == (
+        "dpo: 128 of 129 held-out rows are evaluated (--eval-batches)"
+    )
+    assert said(cfg, model, "dpo", 6400, 128) == ""
+    limit = cfg.ppo.num_eval_prompts
+    assert said(cfg, model, "ppo", 6400, limit + 1) == (
+        f"ppo: {limit} of {limit + 1} held-out rows are evaluated (--ppo.num-eval-prompts)"
+    )
+
+
+def test_the_untrained_model_on_own_data_is_told_once(tmp_path: Path, model: Pretrained) -> None:
+    cfg = config(tmp_path, SHORT, [])
+    assert said(cfg, model, "sft", 6400) == (
+        "sft trains quickstart, an untrained model of 52 tokens a row: give --actor-model for a "
+        "real one"
+    )
+    assert said(cfg, replace(model, name="runs/mine/sft"), "reward", 6400) == ""
+    alone = replace(cfg, reward=replace(cfg.reward, train_from="reward_model"))
+    assert "give --reward-model for" in said(alone, model, "reward", 6400)
+
+
+def test_what_stages_read_and_dropped_is_kept_for_the_report(
+    tmp_path: Path, model: Pretrained
+) -> None:
+    run: Any = FakeRun(config(tmp_path, SHORT + LONG, SHORT[:3]))
+    _, evaluation = sft_data(run, model)
+    _, pairs = reward_data(run, model)
+    assert (count_rows(evaluation), count_rows(pairs)) == (3, 3)
+    kept = json.loads((run.directory / "rows.json").read_text())
+    assert list(kept) == ["sft", "reward"]
+    assert (kept["sft"]["rows"], kept["sft"]["dropped"]) == (10, {"over 52 tokens": 4})
+    assert "sft: a batch of 64 is larger" in kept["sft"]["notes"][-1]
 
 
 @pytest.mark.parametrize("data_of", [sft_data, reward_data])
@@ -66,9 +141,7 @@ def test_a_stage_whose_held_out_rows_are_all_dropped_has_no_evaluation(
 ) -> None:
     loader, evaluation = data_of(FakeRun(config(tmp_path, SHORT, LONG)), model)
     assert (loader.num_rows, evaluation) == (10, [])
-    assert (
-        "held out: 0 rows, 4 dropped (over 52 tokens); nothing is eval" in capsys.readouterr().out
-    )
+    assert "held out: 0 rows, 4 dropped (over 52 tokens); to keep" in capsys.readouterr().out
 
 
 def test_ppo_whose_held_out_prompts_are_all_dropped_has_no_evaluation(

@@ -127,7 +127,7 @@ def _parse_lines(file: Path, lines: Iterable[bytes]) -> Rows:
         if not line.strip():
             continue
         where = f"{file}, line {number}"
-        row = _parse(line, where)
+        row = _parse(line.rstrip(b"\r\n"), where)
         if not isinstance(row, dict):
             raise ValueError(f"{where}: a {type(row).__name__}, not a JSON object")
         yield number, row

@@ -145,9 +145,11 @@ def shape_for(columns: Collection[str], stage: Stage, where: str) -> Shape:
         return usable[0]
     takes = ", ".join(shape.name for shape in shapes_of(stage))
     if fitting:
+        further = ", ".join(sorted(set(columns) - set(fitting[0].columns)))
         raise ValueError(
-            f"{where}: its rows are {fitting[0].name}, which stage {stage} cannot use: "
-            f"it takes {takes}. Give {stage} other data, or add the missing columns"
+            f"{where}: its rows are {fitting[0].name}{further and f' (with {further})'}, which "
+            f"stage {stage} cannot use: it takes {takes}. Give {stage} other data, or rename or "
+            "add columns"
         )
     there = ", ".join(sorted(columns)) or "none"
     allowed = ", ".join(shape.name for shape in SHAPES)

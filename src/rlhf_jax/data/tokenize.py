@@ -108,14 +108,18 @@ class TokenizeReport:
                 f"{self.cut_turns} of them without their oldest turns (over {self.max_length} "
                 "tokens)"
             )
-        if self.dropped:
-            parts.append(f"{self.dropped} dropped (over {self.max_length} tokens)")
-        if self.empty:
-            parts.append(f"{self.empty} dropped (empty)")
-        if self.equal:
-            parts.append(f"{self.equal} dropped (answers equal)")
-        parts += [f"{count} dropped ({why})" for why, count in sorted(self.refused.items())]
+        parts += [f"{count} dropped ({why})" for why, count in self.left_out.items()]
         return ", ".join(parts)
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """How many records made no row, by reason."""
+        known = {
+            f"over {self.max_length} tokens": self.dropped,
+            "empty": self.empty,
+            "answers equal": self.equal,
+        }
+        return {why: n for why, n in known.items() if n} | dict(sorted(self.refused.items()))
 
 
 def tokenize_sft(

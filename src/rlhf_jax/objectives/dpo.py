@@ -31,7 +31,7 @@ def dpo_loss(
     `label_smoothing` ε is the probability that a pair is labelled the wrong way round
     (conservative DPO): the margin then has a finite optimum, log((1 - ε)/ε). A log-probability is
     a sum over an answer's tokens, its EOS included. Tokens that both answers begin with cancel in
-    the margin, and so does everything in the prompt.
+    the margin, and so does everything in the prompt. In the accuracy a margin of 0 counts one half.
     """
     chosen_rewards_B = beta * (chosen_B - ref_chosen_B)
     rejected_rewards_B = beta * (rejected_B - ref_rejected_B)
@@ -42,7 +42,7 @@ def dpo_loss(
         "loss": loss,
         "rewards/chosen": masked_mean(chosen_rewards_B, valid_B),
         "rewards/rejected": masked_mean(rejected_rewards_B, valid_B),
-        "rewards/accuracies": masked_mean(margins_B > 0, valid_B),
+        "rewards/accuracies": masked_mean(jnp.heaviside(margins_B, 0.5), valid_B),
         "rewards/margins": masked_mean(margins_B, valid_B),
         "logps/chosen": masked_mean(chosen_B, valid_B),
         "logps/rejected": masked_mean(rejected_B, valid_B),

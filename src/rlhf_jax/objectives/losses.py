@@ -46,7 +46,10 @@ def sft_loss(logprobs_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
 
 @flax.struct.dataclass
 class PairwiseLoss:
-    """`loss`, a mean over valid rows, and the scores at the last tokens."""
+    """`loss`, a mean over valid rows, and the scores at the last tokens.
+
+    `accuracy`: how often chosen scores higher; a tie counts one half.
+    """
 
     loss: jax.Array
     chosen_scores_B: jax.Array
@@ -143,7 +146,7 @@ def _mean_of_pairs(
         loss=masked_mean(losses_B, valid_B),
         chosen_scores_B=chosen_B,
         rejected_scores_B=rejected_B,
-        accuracy=masked_mean(chosen_B > rejected_B, valid_B),
+        accuracy=masked_mean(jnp.heaviside(chosen_B - rejected_B, 0.5), valid_B),
     )
 
 

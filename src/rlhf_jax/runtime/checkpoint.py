@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 
 from meshes.offload import is_on_host
 from rlhf_jax.runtime.disk import WithoutFullDisks, writing
+from rlhf_jax.runtime.signals import Stopped
 
 _MAX_LISTED = 8
 _QUIET = WithoutFullDisks()
@@ -131,7 +132,8 @@ class Checkpoints:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        if not (isinstance(error, Stopped) and error.at_once):
+            self.close()
 
 
 def _by_path(tree: Any) -> dict[str, Any]:

@@ -4,6 +4,8 @@ On a terminal progress is a bar that stays in place; in a file or a pipe it is a
 log interval. Metrics are passed as floats: fetch them from the device at log steps only.
 """
 
+import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +25,23 @@ from rich.text import Text
 
 WIDE = 120
 """Columns of a terminal that have room for a bar beside the metrics."""
-console = Console(highlight=False, soft_wrap=True)
+
+
+class _Console(Console):
+    """Outlives its reader: a ctrl-C also ends the other side of `| tee log`, and the run saves."""
+
+    def on_broken_pipe(self) -> None:
+        """Goes on without printing, and says so where errors go."""
+        self.quiet = True
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        try:
+            print("nobody reads the output any more: it goes on without", file=sys.stderr)
+        except BrokenPipeError:  # 2>&1 |
+            os.dup2(null, sys.stderr.fileno())
+
+
+console = _Console(highlight=False, soft_wrap=True)
 """Where everything goes. It follows `sys.stdout`, so redirecting works."""
 
 

@@ -2,8 +2,9 @@
 
 `metrics.jsonl`: {"stage", "step", "time", and the metrics}; `samples/<stage>.jsonl`: the fields of
 `Sample` and the step. JSON knows no NaN or infinity: such a number is written as null and its
-name is listed under "nonfinite". Both files are appended to, so a resumed run repeats the steps
-after its checkpoint: `read_rows` keeps the last row of each.
+name is listed under "nonfinite". Both files are appended to. A resumed run repeats the steps after
+its checkpoint: it drops their rows from `metrics.jsonl`, and of what is written twice nevertheless
+the last counts.
 """
 
 import json
@@ -18,7 +19,7 @@ from typing import Any, BinaryIO, Self
 import jax
 import numpy as np
 
-from rlhf_jax.runtime.disk import writing
+from rlhf_jax.runtime.disk import replace_text, writing
 from rlhf_jax.runtime.trackers import Tracker
 
 type Scalar = float | int | np.ndarray | np.generic | jax.Array
@@ -63,6 +64,14 @@ class MetricsWriter:
         for tracker in self.trackers:
             tracker.log(stage, step, values)
         return values
+
+    def drop(self, stage: str, after: int) -> None:
+        """Takes the stage's rows of later steps out of the file; the trackers keep theirs."""
+        if jax.process_index() != 0 or not self.path.exists():
+            return
+        rows = read_rows(self.path)
+        kept = [row for row in rows if row["stage"] != stage or row["step"] <= after]
+        replace_text(self.path, _lines(kept))
 
 
 @dataclass(frozen=True)
@@ -140,10 +149,13 @@ def _append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Whole lines in one write. Half a line that a killed run left at the end makes room."""
     if jax.process_index() != 0:
         return
-    text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
     with writing(path.name, path.parent), path.open("ab+") as file:
         file.truncate(_whole_lines_bytes(file))
-        file.write(text.encode())
+        file.write(_lines(rows).encode())
+
+
+def _lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
 
 
 def _whole_lines_bytes(file: BinaryIO) -> int:

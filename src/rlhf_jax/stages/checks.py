@@ -89,7 +89,8 @@ def check_ppo_models(cfg: TrainConfig, actor: Pretrained, plan: RewardPlan) -> N
     check_adapters(actor, cfg.ppo.actor_lora)
     check_adapters(plan.critic, cfg.ppo.critic_lora)
     if "reward" not in cfg.stages:
-        if plan.reward is not None and plan.reward.name == QUICKSTART:
+        built_in = plan.reward is not None and plan.reward.name == QUICKSTART
+        if built_in and cfg.ppo.standardize_score:
             raise ValueError(untrained_reward_model(cfg.output_dir))
         score_statistics(cfg.ppo, plan.reward)
 

@@ -60,7 +60,7 @@ class TrainConfig:
     tensorboard_path: str | None = None
     """Where TensorBoard's event files go; None: `tensorboard/` in `output_dir`."""
     resume: bool = False
-    """Go on with the run in `output_dir`."""
+    """Go on with the run in `output_dir` from its last checkpoint; ctrl-C and SIGTERM write one."""
     overwrite_output_dir: bool = False
     """Delete an earlier run in `output_dir`."""
 

@@ -20,7 +20,7 @@ from rlhf_jax.objectives.losses import Metrics
 from rlhf_jax.objectives.masked import length_mask
 from rlhf_jax.runtime.log import say
 from rlhf_jax.stages.answers import HeldOutAnswers
-from rlhf_jax.stages.rows import batches_of_one_length, stage_rows
+from rlhf_jax.stages.rows import batches_of_one_length, count_rows, stage_rows
 from rlhf_jax.stages.run import Run
 from rlhf_jax.stages.supervised import Task, train_supervised
 from rlhf_jax.stages.supervised_config import DPOConfig
@@ -73,7 +73,8 @@ def run_dpo(run: Run, base: Pretrained) -> None:
         )  # fmt: skip
         export_adapter(run, "dpo", base, cfg.lora, start.pick(params), fresh=start.fresh)
     if eval_batches:
-        say(f"dpo: held-out accuracy {results['eval/rewards/accuracies']:.3f}")
+        results["held_out_rows"] = count = count_rows(eval_batches)
+        say(f"dpo: held-out accuracy {results['eval/rewards/accuracies']:.3f} ({count} pairs)")
     run.finish_stage("dpo", results | {"before": before, "after": after})
 
 

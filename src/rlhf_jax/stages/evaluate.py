@@ -139,4 +139,5 @@ class Evaluator:
 
     def comparison(self) -> dict[str, Any]:
         """What the policy did before and after training."""
-        return {"before": self.first, "after": self.last}
+        held_out = {"held_out_rows": len(self.data.held_out)} if self.first else {}
+        return {"before": self.first, "after": self.last} | held_out

@@ -74,7 +74,7 @@ def run_pipeline(cfg: TrainConfig, config_yaml: str, baseline: Baseline | None =
         on_first_process(lambda: prepare_directory(asked, config_yaml))
         describe(shape, inference_tp, actor)
         run = Run(cfg, shape, inference_tp, baseline)
-        with run.metrics, run.report, run.watch_interrupts():
+        with run.signals, run.metrics, run.report:
             for stage in cfg.stages:
                 run_stage(run, stage, actor, plans[stage], formats[stage])
         print_summary(run.directory, time.perf_counter() - started)

@@ -236,13 +236,13 @@ def train(
         bar = stack.enter_context(
             progress("ppo", num_steps, done=start, every=run.cfg.log_interval)
         )
+        run.begin("ppo", start or None)
         run.log("ppo", 0, evaluator.measure(0, roles))
         if start:
             (actor, critic, beside), _ = checkpoints.restore(
                 start, (roles.actor, roles.critic, beside)
             )
             roles = replace(roles, actor=actor, critic=critic)
-            say(f"ppo: resumed after step {start}")
         if start == num_steps:  # its row was written before the interruption
             evaluator.measure(start, roles, averaged(beside, roles))
         for step in range(start, num_steps):

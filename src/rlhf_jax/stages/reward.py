@@ -29,6 +29,7 @@ from rlhf_jax.runtime.log import say
 from rlhf_jax.stages.rows import (
     PAD_MULTIPLE,
     batches_of_one_length,
+    count_rows,
     packed_batches,
     stage_rows,
 )
@@ -70,7 +71,8 @@ def run_reward(run: Run, base: Pretrained) -> None:
             if place.exists():
                 write_statistics(place, statistics)
     if eval_batches:
-        say(f"reward: held-out accuracy {results['eval/accuracy']:.3f}")
+        results["held_out_rows"] = count = count_rows(eval_batches)
+        say(f"reward: held-out accuracy {results['eval/accuracy']:.3f} ({count} pairs)")
     run.finish_stage("reward", results)
 
 

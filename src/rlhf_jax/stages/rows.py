@@ -1,13 +1,15 @@
 """The rows of a stage: read, tokenised and counted; for steps 1 and 2 their batches too."""
 
-from collections.abc import Callable, Collection, Sequence
+import json
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import jax
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_jax.data.batches import common_length
-from rlhf_jax.data.blend import StageRecords, load_stage_records
+from rlhf_jax.data.batches import PairBatch, TextBatch, common_length
+from rlhf_jax.data.blend import QUICKSTART, StageRecords, load_stage_records
 from rlhf_jax.data.loader import Loader
 from rlhf_jax.data.mixture import Mixture
 from rlhf_jax.data.packing import Packing
@@ -16,12 +18,17 @@ from rlhf_jax.data.render import ChatFormat
 from rlhf_jax.data.tokenize import Overlong, TokenizeReport
 from rlhf_jax.data.turn_format import trained_format
 from rlhf_jax.hf.pretrained import Pretrained
+from rlhf_jax.runtime.disk import replace_text
 from rlhf_jax.runtime.log import say
 from rlhf_jax.stages.config import StageName, TrainConfig
 from rlhf_jax.stages.run import Run
 
 PAD_MULTIPLE = 16
 """Rows of steps 1 and 2 are padded to a multiple of this many tokens."""
+FEW_STEPS = 10
+"""A stage of fewer gets a note."""
+ROWS_FILE = "rows.json"
+"""In the output directory: what each stage read and dropped, for the report."""
 
 
 class Tokenize[Row](Protocol):
@@ -42,13 +49,15 @@ class Tokenize[Row](Protocol):
 @dataclass(frozen=True)
 class StageRows[Row]:
     """What a stage trains on and is evaluated on (may be empty). `notes` says how they came
-    about, a line each; `mixture` how often a weighted blend shows the rows of each source;
-    `turn_format` how they write a question, as `trained_format` says.
+    about, a line each; `report` counts those of `train`; `mixture` how often a weighted blend
+    shows the rows of each source; `turn_format` how they write a question, as `trained_format`
+    says.
     """
 
     train: list[Row]
     held_out: list[Row]
     notes: tuple[str, ...]
+    report: TokenizeReport
     mixture: Mixture | None = None
     turn_format: str | None = None
 
@@ -71,6 +80,7 @@ def read_rows[Row](
         "stop_ids": model.cfg.stop_ids,
     }
     train, report = tokenize(records.train, model.tokenizer, **settings)
+    ways = flag + " or --data.overlong=cut" * (cfg.data.overlong == "drop")
     if not train:
         cut = "use --data.overlong=cut, " if cfg.data.overlong == "drop" else ""
         raise ValueError(
@@ -78,7 +88,7 @@ def read_rows[Row](
             f"Raise {flag}={max_length}, {cut}or give other data"
         )
     mixture = mixture_of(cfg, train, records.weights, str(report)) if records.weights else None
-    notes = [*records.notes, f"{stage}: {report}"]
+    notes = [*records.notes, f"{stage}: {counted(report, ways)}"]
     if mixture is not None:
         paths = (*cfg.data.data_path, *cfg.data.sft_only_data_path)
         each = zip(mixture.counts, paths, strict=False)
@@ -86,11 +96,17 @@ def read_rows[Row](
         notes.append(f"{stage}: an epoch has {shown}")
     held_out: list[Row] = []
     if records.eval:
-        held_out, report = tokenize(records.eval, model.tokenizer, **settings)
+        held_out, other = tokenize(records.eval, model.tokenizer, **settings)
         nothing = "" if held_out else "; nothing is evaluated"
-        notes.append(f"{stage} held out: {report}{nothing}")
+        said = other if report.dropped else counted(other, ways)
+        notes.append(f"{stage} held out: {said}{nothing}")
     form = trained_format(records.train, cfg.data.chat_format)
-    return StageRows(train, held_out, tuple(notes), mixture, form)
+    return StageRows(train, held_out, tuple(notes), report, mixture, form)
+
+
+def counted(report: TokenizeReport, ways: str) -> str:
+    """The report; where rows were too long, with the flags that keep them."""
+    return f"{report}; to keep them: {ways}" if report.dropped else str(report)
 
 
 def read_records(cfg: TrainConfig, stage: StageName) -> StageRecords:
@@ -121,11 +137,54 @@ def mixture_of(
 def stage_rows[Row](
     run: Run, stage: StageName, model: Pretrained, tokenize: Tokenize[Row]
 ) -> StageRows[Row]:
-    """`read_rows`, whose notes are said."""
+    """`read_rows`, whose notes are said, with more on what becomes of the rows, and kept in
+    `ROWS_FILE`.
+    """
     rows = read_rows(run.cfg, stage, model, tokenize)
-    for note in rows.notes:
+    notes = [*rows.notes, *remarks(run.cfg, stage, model, len(rows.train), len(rows.held_out))]
+    for note in notes:
         say(note)
+    if jax.process_index() == 0:
+        path = run.directory / ROWS_FILE
+        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        left_out = rows.report.left_out
+        known[stage] = {"rows": len(rows.train), "dropped": left_out, "notes": notes}
+        replace_text(path, json.dumps(known, indent=2) + "\n")
     return rows
+
+
+def remarks(
+    cfg: TrainConfig, stage: StageName, model: Pretrained, num_train: int, num_held_out: int
+) -> Iterator[str]:
+    """What a person may not expect of a stage with this model and so many rows."""
+    if model.name == QUICKSTART and cfg.data.data_path != (QUICKSTART,):
+        alone = stage == "reward" and cfg.reward.train_from == "reward_model"
+        yield (
+            f"{stage} trains quickstart, an untrained model of {length_limit(cfg, stage)[1]} "
+            f"tokens a row: give --{'reward' if alone else 'actor'}-model for a real one"
+        )
+    settings = {"sft": cfg.sft, "reward": cfg.reward, "dpo": cfg.dpo, "ppo": cfg.ppo}[stage]
+    batch, lower = settings.batch_size, f"lower --{stage}.batch-size"
+    steps = settings.num_train_epochs * -(-num_train // batch)
+    steps = -(-steps // cfg.ppo.generation_batches) if stage == "ppo" else steps
+    if settings.max_steps is None and steps < FEW_STEPS:
+        yield (
+            f"{stage}: {num_train} rows in batches of {batch} make {steps} "
+            f"step{'s' * (steps != 1)}: {lower} or raise --{stage}.num-train-epochs"
+        )
+    elif num_train < batch:
+        yield f"{stage}: a batch of {batch} is larger than the {num_train} rows: {lower}"
+    flag, most = "--eval-batches", cfg.eval_batches * batch
+    if stage == "ppo":
+        flag, most = "--ppo.num-eval-prompts", cfg.ppo.num_eval_prompts
+    if most < num_held_out:
+        yield f"{stage}: {most} of {num_held_out} held-out rows are evaluated ({flag})"
+
+
+def count_rows(batches: Sequence[TextBatch] | Sequence[PairBatch]) -> int:
+    """How many rows (pairs) batches hold."""
+    texts = [batch.chosen if isinstance(batch, PairBatch) else batch for batch in batches]
+    return int(sum(text.valid_B.sum() for text in texts))
 
 
 def length_limit(cfg: TrainConfig, stage: StageName) -> tuple[str, int]:

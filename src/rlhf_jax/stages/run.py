@@ -5,8 +5,7 @@ import math
 import shutil
 import signal
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +25,7 @@ from rlhf_jax.runtime.profile import PhaseTimer, peak_memory
 from rlhf_jax.runtime.report.live import LiveReport
 from rlhf_jax.runtime.report.page import State
 from rlhf_jax.runtime.report.settings import Baseline
+from rlhf_jax.runtime.signals import Stopped, StopSignals
 from rlhf_jax.runtime.trackers import RunInfo, open_trackers
 from rlhf_jax.stages.config import StageName, TrainConfig
 
@@ -55,7 +55,8 @@ class Run:
         self.metrics = open_metrics(cfg)
         self.report = LiveReport(self.directory, baseline)
         self.timer = PhaseTimer()
-        self.interrupted = False
+        self.signals = StopSignals()
+        self._resumes = cfg.resume
         self._seed_key = jax.random.key(cfg.seed)
 
     def key(self, step: int, purpose: str) -> jax.Array:
@@ -99,35 +100,38 @@ class Run:
         """Whether something with this interval happens after `step` steps, or they were all."""
         return step == last or (interval > 0 and step % interval == 0)
 
-    @contextmanager
-    def watch_interrupts(self) -> Iterator[None]:
-        """The first ctrl-C ends the run after the step in progress, the second at once."""
+    def begin(self, stage: StageName, start: int | None) -> None:
+        """Says after which step a resumed stage goes on (None: it has no checkpoint), and drops the
+        rows of the steps that it does again.
+        """
+        if not self.cfg.resume:
+            return
+        if start is not None:
+            say(f"{stage}: resumed after step {start}")
+        elif self._resumes:  # the stages behind it were never begun
+            say(f"{stage}: no checkpoint, starts anew")
+        self._resumes = False
+        self.metrics.drop(stage, after=-1 if start is None else start)
 
-        def on_interrupt(signum: int, frame: object) -> None:
-            del signum, frame
-            if self.interrupted:
-                raise KeyboardInterrupt
-            self.interrupted = True
-            say("interrupted: saving after this step (ctrl-C again: stop at once)")
-
-        before = signal.signal(signal.SIGINT, on_interrupt)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
+    @property
+    def interrupted(self) -> bool:
+        """Whether ctrl-C or SIGTERM reached this process."""
+        return self.signals.came is not None
 
     def should_stop(self, *, logged: bool) -> bool:
-        """Whether ctrl-C reached any process; all of them ask, after every step.
+        """Whether a signal reached any process; all of them ask, after every step, and save then.
 
         Several processes agree only on steps that were logged: to agree they wait for the devices.
         """
         alone = jax.process_count() == 1
-        return (alone or logged) and any_process(self.interrupted)
+        self.signals.saving = (alone or logged) and any_process(self.interrupted)
+        return self.signals.saving
 
     def stop(self, stage: StageName, step: int) -> NoReturn:
         """After a checkpoint was written: says how to go on, and ends the run."""
         say(f"stopped {stage} after step {step}; go on with the same command and --resume")
-        raise KeyboardInterrupt
+        terminated = any_process(self.signals.came == signal.SIGTERM)
+        raise Stopped(signal.SIGTERM if terminated else signal.SIGINT)
 
 
 def open_metrics(cfg: TrainConfig) -> MetricsWriter:

@@ -23,6 +23,7 @@ from rlhf_jax.runtime.log import say
 from rlhf_jax.stages.rows import (
     PAD_MULTIPLE,
     batches_of_one_length,
+    count_rows,
     packed_batches,
     stage_rows,
 )
@@ -56,7 +57,8 @@ def run_sft(run: Run, base: Pretrained) -> None:
         export_adapter(run, "sft", base, cfg.lora, start.pick(params), fresh=start.fresh)
     if eval_batches:
         results["eval/perplexity"] = perplexity(results["eval/cross_entropy"])
-        say(f"sft: held-out perplexity {results['eval/perplexity']:.3f}")
+        results["held_out_rows"] = count = count_rows(eval_batches)
+        say(f"sft: held-out perplexity {results['eval/perplexity']:.3f} ({count} rows)")
     run.finish_stage("sft", results)
 
 

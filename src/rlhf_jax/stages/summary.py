@@ -27,12 +27,15 @@ def print_summary(directory: Path, seconds: float) -> None:
     """Prints results by stage, where the files are, and a command to try the model."""
     summary = read_summary(directory)
     if "sft" in summary and "eval/perplexity" in summary["sft"]:
-        say(f"sft      held-out perplexity {number(summary['sft']['eval/perplexity'])}")
+        shown = number(summary["sft"]["eval/perplexity"])
+        say(f"sft      held-out perplexity {shown}{held_out(summary['sft'], 'rows')}")
     if "reward" in summary and "eval/accuracy" in summary["reward"]:
-        say(f"reward   held-out accuracy {number(summary['reward']['eval/accuracy'])}")
+        shown = number(summary["reward"]["eval/accuracy"])
+        say(f"reward   held-out accuracy {shown}{held_out(summary['reward'], 'pairs')}")
     dpo = summary.get("dpo", {})
     if "eval/rewards/accuracies" in dpo:
-        say(f"dpo      held-out accuracy {number(dpo['eval/rewards/accuracies'])}")
+        shown = number(dpo["eval/rewards/accuracies"])
+        say(f"dpo      held-out accuracy {shown}{held_out(dpo, 'pairs')}")
     if dpo.get("before"):
         print_shares("DPO", dpo["before"], dpo["after"])
     ppo = summary.get("ppo", {})
@@ -49,6 +52,11 @@ def print_summary(directory: Path, seconds: float) -> None:
     if any((directory / name).exists() for name in ("actor", "dpo", "sft")):
         runner = "uv run " if "UV_RUN_RECURSION_DEPTH" in os.environ else ""
         say(f"try it: {runner}python -m rlhf_jax.chat {directory}")
+
+
+def held_out(stage: Mapping[str, Any], what: str) -> str:
+    """How many rows a figure is of, where the stage has noted it."""
+    return f" ({stage['held_out_rows']} {what})" if "held_out_rows" in stage else ""
 
 
 def print_ppo(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:

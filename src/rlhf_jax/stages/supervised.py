@@ -18,7 +18,7 @@ from rlhf_jax.engine.state import TrainState, create_state
 from rlhf_jax.engine.step import LossFn, WeightFn, train_step
 from rlhf_jax.models.lora import combine
 from rlhf_jax.objectives.losses import Metrics
-from rlhf_jax.runtime.log import progress, say
+from rlhf_jax.runtime.log import progress
 from rlhf_jax.stages.config import StageName
 from rlhf_jax.stages.run import Run
 from rlhf_jax.stages.supervised_config import SupervisedConfig
@@ -125,7 +125,7 @@ def fit(
         if start is not None:
             state, saved = checkpoints.restore(start, state)
             check_same_batches(stage, saved, loader)
-            say(f"{stage}: resumed after step {start}")
+        run.begin(stage, start)
         results: dict[str, float] = {}
         if start is None:
             results = run.log(stage, 0, evaluate(state))

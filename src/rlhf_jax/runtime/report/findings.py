@@ -307,25 +307,55 @@ def _near_chance(run: RunRecord, stage: Stage) -> Finding | None:
 
 def _overfits(run: RunRecord, stage: Stage) -> Finding | None:
     names = ("eval/cross_entropy", "eval/pair_loss", "eval/loss")
-    values = next(filter(None, map(stage.series, names)), [])
-    if len(values) < 3 or values[-1] <= 1.05 * min(values) or min(values) <= 0:
+    name = next((name for name in names if len(stage.series(name)) > 1), None)
+    if name is None:
+        return None
+    values = stage.series(name)
+    evaluated = max(n for n, row in enumerate(stage.values) if name in row)
+    losses = [row.get("loss", math.nan) for row in stage.values[: evaluated + 1]]
+    losses = [loss for loss in losses if math.isfinite(loss)]
+    trained = fmean(fifth(losses, 1)) if losses else math.inf
+    far = values[-1] > max(2 * trained, trained + 0.1)
+    rose = values[-1] > 1.05 * min(values) > 0
+    if not far and not rose:
         return None
     return Finding(
-        "The held-out loss rises again",
+        f"The held-out loss {'is far above the training loss' if far else 'has risen'}",
         stage.name,
-        f"{min(values):.4g} at its lowest, {values[-1]:.4g} at the end",
-        "The model has begun to learn the training rows by heart.",
+        f"{min(values):.4g} at its lowest, {values[-1]:.4g} at the end"
+        + (f"; training loss {trained:.4g}" if losses else ""),
+        "The model learns the training rows by heart, or the learning rate is too high.",
         f"Train for fewer steps (--{stage.name}.max-steps or --{stage.name}.num-train-epochs), "
         "at a lower rate, or on more data.",
-        "Last of three or more held-out losses more than 5 % above the lowest.",
+        "Last of two or more held-out losses more than twice the training loss (its last fifth "
+        "until then) and more than 0.1 above it, or more than 5 % above the lowest.",
+    )
+
+
+def _rows_dropped(run: RunRecord, stage: Stage) -> Finding | None:
+    rows = run.rows.get(stage.name, {"rows": 0, "dropped": {}})
+    dropped = sum(rows["dropped"].values())
+    total = rows["rows"] + dropped
+    if dropped <= 0.1 * total:
+        return None
+    length = "ppo.max-prompt-seq-len" if stage.name == "ppo" else f"{stage.name}.max-seq-len"
+    return Finding(
+        "Many rows are left out",
+        stage.name,
+        f"{dropped} of {total} train rows: "
+        + ", ".join(f"{count} {why}" for why, count in rows["dropped"].items()),
+        "The model learns from the rest alone: where long rows are dropped, from the short ones.",
+        f"For long rows raise --{length}, or use --data.overlong=cut (of conversations cut_turns).",
+        "More than a tenth of the train rows of a stage dropped.",
     )
 
 
 RULES: dict[str, tuple[Rule, ...]] = {
-    "sft": (_steps_skipped, _overfits),
-    "reward": (_steps_skipped, _near_chance, _overfits),
-    "dpo": (_steps_skipped, _near_chance, _overfits),
+    "sft": (_rows_dropped, _steps_skipped, _overfits),
+    "reward": (_rows_dropped, _steps_skipped, _near_chance, _overfits),
+    "dpo": (_rows_dropped, _steps_skipped, _near_chance, _overfits),
     "ppo": (
+        _rows_dropped,
         _kl_runs_away, _kl_negative, _only_longer, _truncated, _entropy_collapsed,
         _critic_explains_nothing, _steps_skipped, _sampler_differs, _reward_flat,
         _score_is_not_truth, _clipped_much,

@@ -79,6 +79,7 @@ def render(run: RunRecord, state: State, baseline: Baseline | None) -> str:
     )
     warnings = find(run)
     settings = list(setting_lines(run.config, baseline.settings if baseline else {}))
+    seconds = sum(stage.seconds for stage in run.stages.values())
     data = {"stages": curves(run), "samples": all_samples(run)}
     return environment.get_template("page.html").render(
         run=run,
@@ -88,7 +89,7 @@ def render(run: RunRecord, state: State, baseline: Baseline | None) -> str:
         figures=figures(run),
         warnings=warnings,
         phases=[stage_phases(stage) for stage in run.stages.values()],
-        seconds=duration(sum(stage.seconds for stage in run.stages.values())),
+        seconds=duration(seconds) if seconds else "",
         settings=settings,
         num_changed=sum(line.changed for line in settings),
         baseline=baseline,

@@ -54,6 +54,7 @@ class RunRecord:
         samples: rows of `samples/<stage>.jsonl` by stage, each evaluation once.
         config: config.yaml; empty where it cannot be read.
         summary: summary.json: the results of the stages that ended.
+        rows: rows.json: what the stages that began read and dropped.
     """
 
     directory: Path
@@ -61,6 +62,7 @@ class RunRecord:
     samples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
+    rows: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -82,6 +84,7 @@ def read_run(directory: Path) -> RunRecord:
     """
     directory = Path(directory)
     metrics, config = directory / "metrics.jsonl", directory / "config.yaml"
+    rows = directory / "rows.json"
     if not metrics.exists() and not config.exists():
         raise FileNotFoundError(
             f"{directory} holds no run: there is neither a metrics.jsonl nor a config.yaml in it; "
@@ -95,6 +98,7 @@ def read_run(directory: Path) -> RunRecord:
         samples={stage: samples[stage] for stage in sorted(samples, key=stage_order)},
         config=read_mapping(config),
         summary=read_mapping(directory / "summary.json"),
+        rows=json.loads(rows.read_text(encoding="utf-8")) if rows.exists() else {},
     )
 
 

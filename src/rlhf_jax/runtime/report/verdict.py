@@ -53,27 +53,32 @@ def percent(value: float) -> str:
 def figures(run: RunRecord) -> list[Figure]:
     """The results of the stages that ended."""
     found: list[Figure] = []
-    for stage, key, name in (
-        ("sft", "eval/perplexity", "SFT: held-out perplexity"),
-        ("reward", "eval/accuracy", "Reward model: held-out accuracy"),
-        ("dpo", "eval/rewards/accuracies", "DPO: held-out accuracy"),
+    for stage, key, name, unit in (
+        ("sft", "eval/perplexity", "SFT: held-out perplexity", "rows"),
+        ("reward", "eval/accuracy", "Reward model: held-out accuracy", "pairs"),
+        ("dpo", "eval/rewards/accuracies", "DPO: held-out accuracy", "pairs"),
     ):
         results = run.summary.get(stage, {})
         if key in results:
-            found.append(Figure(name, number(results[key])))
+            found.append(Figure(name + of(results, unit), number(results[key])))
     for stage in ("dpo", "ppo"):
-        results = run.summary.get(stage, {})
-        found += changes(stage, results.get("before") or {}, results.get("after") or {})
+        found += changes(stage, run.summary.get(stage, {}))
     return found
 
 
-def changes(stage: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Figure]:
+def of(results: Mapping[str, Any], unit: str) -> str:
+    """How many rows a held-out figure is of, where the summary has it."""
+    return f" ({results['held_out_rows']} {unit})" if "held_out_rows" in results else ""
+
+
+def changes(stage: str, results: Mapping[str, Any]) -> list[Figure]:
     """What PPO or DPO changed on held-out prompts."""
+    before, after = results.get("before") or {}, results.get("after") or {}
     label = stage.upper()
     found = [
         Figure(f"{label}: {name}", number(after[key]), number(before[key]))
         for key, name in (
-            ("eval/objective/scores", "held-out score"),
+            ("eval/objective/scores", "held-out score" + of(results, "prompts")),
             ("eval/objective/kl", "KL to the reference, nats an answer"),
             ("eval/response_length/mean", "answer length, tokens"),
         )
@@ -132,15 +137,18 @@ def sentence_parts(stage: str, before: Mapping[str, Any], after: Mapping[str, An
     then, now = (side.get("eval/objective/scores") for side in (before, after))
     if then is not None and now is not None:
         kl, length = after.get("eval/objective/kl"), "eval/response_length/mean"
-        verb = "raised" if now > then else "lowered" if now < then else "left"
+        moved = f"from {number(then)} to {number(now)}"
+        verb = "raised" if now > then else "lowered"
+        if number(then) == number(now):
+            verb, moved = "left", f"at {number(now)}"
         parts.append(
-            f"{stage.upper()} {verb} the held-out score from {number(then)} to {number(now)} at a "
-            f"KL of {number(kl)} nats an answer"
+            f"{stage.upper()} {verb} the held-out score {moved} with a KL of {number(kl)} nats an "
+            "answer"
         )
         if before.get(length) and after.get(length):
-            change = after[length] / before[length] - 1
-            how = "longer" if change >= 0 else "shorter"
-            parts.append(f"answers are {abs(100 * change):.0f} % {how}")
+            change = round(100 * (after[length] / before[length] - 1))
+            how = f"{abs(change)} % {'longer' if change > 0 else 'shorter'}"
+            parts.append(f"answers are {how if change else 'as long as before'}")
     elif "eval/objective/scores" in before:
         parts.append(f"the held-out score after {stage.upper()} is not finite")
     if before.get("judged") and after.get("judged"):

@@ -1,0 +1,60 @@
+"""One request, however often it is passed on; a save is finished; one signal more ends all."""
+
+import signal
+
+import pytest
+
+from rlhf_jax.runtime.signals import SAME_REQUEST, Stopped, StopSignals
+
+
+class Clock:
+    """Seconds that go by when a test says so."""
+
+    seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def wait(self) -> None:
+        self.seconds += SAME_REQUEST
+
+
+def test_copies_of_the_first_signal_are_the_same_request(capsys) -> None:
+    clock = Clock()
+    with StopSignals(clock) as signals:
+        assert signals.came is None
+        for signum in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(signum)
+        assert signals.came == signal.SIGTERM
+        said = "interrupted: saving after this step (SIGTERM again: stop at once)\n"
+        assert capsys.readouterr().out == said
+        clock.wait()
+        with pytest.raises(Stopped) as stopped:
+            signal.raise_signal(signal.SIGINT)
+    assert (stopped.value.code, stopped.value.at_once) == (130, True)
+
+
+@pytest.mark.parametrize("asked_here", [True, False])
+def test_a_save_is_ended_by_the_second_signal_that_comes_meanwhile(asked_here, capsys) -> None:
+    """Also where another process was asked to save."""
+    clock = Clock()
+    with StopSignals(clock) as signals:
+        if asked_here:
+            signal.raise_signal(signal.SIGTERM)
+        signals.saving = True
+        clock.wait()
+        capsys.readouterr()
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+        assert capsys.readouterr().out == "saving, a moment (SIGTERM again: stop at once)\n"
+        clock.wait()
+        with pytest.raises(Stopped) as stopped:
+            signal.raise_signal(signal.SIGTERM)
+    assert (stopped.value.code, stopped.value.at_once) == (143, True)
+
+
+def test_afterwards_signals_do_what_they_did() -> None:
+    before = [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)]
+    with StopSignals():
+        pass
+    assert [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)] == before
