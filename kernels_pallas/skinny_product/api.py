@@ -66,29 +66,17 @@ def product_up(
       dispatch.Unsupported: the named implementation cannot run, with its reason.
     """
     rows = x_MD.rows if isinstance(x_MD, RowDigits) else x_MD
-    shapes = [a.shape for a in (w_FD, gate_FD) if a is not None]
-    fits = rows.ndim == 2 and all(s == w_FD.shape and s[1:] == rows.shape[1:] for s in shapes)
-    if not fits or (bias_F is not None and bias_F.shape != w_FD.shape[:1]):
-        got = None if bias_F is None else bias_F.shape
-        raise ValueError(
-            f"product_up: got x {rows.shape}, matrices {shapes}, bias {got}; "
-            "expected [M,D], [F,D] each, [F]"
-        )
+    _check_up(rows, w_FD, bias_F, gate_FD, activation)
     _check_scale("product_up", w_FD, scale_F)
     if gate_FD is not None:
         _check_scale("product_up", gate_FD, gate_scale_F)
-    if activation not in ACTIVATIONS or (gate_FD is not None and activation is not None):
-        raise ValueError(
-            f"product_up: activation={activation!r} with{'' if gate_FD is not None else 'out'} a "
-            f"gate; use one of {ACTIVATIONS}, and None with a gate"
-        )
     arrays = w_FD, bias_F, gate_FD, scale_F, gate_scale_F
     if isinstance(x_MD, RowDigits):
         if not takes_digits(rows, w_FD, gate_FD, implementation=implementation):
             raise ValueError(
                 f"product_up: got digits of {rows.dtype}{list(rows.shape)}, matrices of "
-                f"{w_FD.dtype} {shapes} and implementation={implementation!r}; only the kernel for "
-                "int8 reads digits: give rows where `takes_digits` says no"
+                f"{w_FD.dtype} {w_FD.shape} and implementation={implementation!r}; only the kernel "
+                "for int8 reads digits: give rows where `takes_digits` says no"
             )
         return UP_INT8[implementation or "pallas"].run(x_MD, *arrays, activation=activation)
     return dispatch.run(
@@ -164,6 +152,29 @@ def product_down_transposed(
     return dispatch.run(
         "product_down_transposed", DOWN_TRANSPOSED, order, implementation, y_MF, w_DF, scale_F
     )
+
+
+def _check_up(
+    rows: jax.Array | jax.ShapeDtypeStruct,
+    w_FD: jax.Array,
+    bias_F: jax.Array | None,
+    gate_FD: jax.Array | None,
+    activation: str | None,
+) -> None:
+    """ValueError where the shapes or the activation of `product_up` do not fit together."""
+    shapes = [a.shape for a in (w_FD, gate_FD) if a is not None]
+    fits = rows.ndim == 2 and all(s == w_FD.shape and s[1:] == rows.shape[1:] for s in shapes)
+    if not fits or (bias_F is not None and bias_F.shape != w_FD.shape[:1]):
+        got = None if bias_F is None else bias_F.shape
+        raise ValueError(
+            f"product_up: got x {rows.shape}, matrices {shapes}, bias {got}; "
+            "expected [M,D], [F,D] each, [F]"
+        )
+    if activation not in ACTIVATIONS or (gate_FD is not None and activation is not None):
+        raise ValueError(
+            f"product_up: activation={activation!r} with{'' if gate_FD is not None else 'out'} a "
+            f"gate; use one of {ACTIVATIONS}, and None with a gate"
+        )
 
 
 def _all_int8(*matrices: jax.Array | None) -> bool:

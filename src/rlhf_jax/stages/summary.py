@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from rlhf_jax.runtime.log import console, say
+from rlhf_jax.runtime.report.verdict import of
 from rlhf_jax.stages.run import read_summary
 
 VERDICTS = ("right", "wrong", "unhelpful")
@@ -28,14 +29,14 @@ def print_summary(directory: Path, seconds: float) -> None:
     summary = read_summary(directory)
     if "sft" in summary and "eval/perplexity" in summary["sft"]:
         shown = number(summary["sft"]["eval/perplexity"])
-        say(f"sft      held-out perplexity {shown}{held_out(summary['sft'], 'rows')}")
+        say(f"sft      held-out perplexity {shown}{of(summary['sft'], 'rows')}")
     if "reward" in summary and "eval/accuracy" in summary["reward"]:
         shown = number(summary["reward"]["eval/accuracy"])
-        say(f"reward   held-out accuracy {shown}{held_out(summary['reward'], 'pairs')}")
+        say(f"reward   held-out accuracy {shown}{of(summary['reward'], 'pairs')}")
     dpo = summary.get("dpo", {})
     if "eval/rewards/accuracies" in dpo:
         shown = number(dpo["eval/rewards/accuracies"])
-        say(f"dpo      held-out accuracy {shown}{held_out(dpo, 'pairs')}")
+        say(f"dpo      held-out accuracy {shown}{of(dpo, 'pairs')}")
     if dpo.get("before"):
         print_shares("DPO", dpo["before"], dpo["after"])
     ppo = summary.get("ppo", {})
@@ -52,11 +53,6 @@ def print_summary(directory: Path, seconds: float) -> None:
     if any((directory / name).exists() for name in ("actor", "dpo", "sft")):
         runner = "uv run " if "UV_RUN_RECURSION_DEPTH" in os.environ else ""
         say(f"try it: {runner}python -m rlhf_jax.chat {directory}")
-
-
-def held_out(stage: Mapping[str, Any], what: str) -> str:
-    """How many rows a figure is of, where the stage has noted it."""
-    return f" ({stage['held_out_rows']} {what})" if "held_out_rows" in stage else ""
 
 
 def print_ppo(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
