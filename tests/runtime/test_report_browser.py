@@ -114,13 +114,14 @@ def test_tabs_show_one_part_each_and_the_address_keeps_it(opened: Page) -> None:
 def test_hovering_shows_the_values_of_the_nearest_step(opened: Page) -> None:
     opened.click("#tab-ppo")
     opened.hover("#ppo .known .chart:nth-child(2) svg")
+    opened.wait_for("document.querySelector('.tip') !== null")
     said = text(opened, ".tip")
     step = int(said.split()[1])
     assert abs(step - NUM_STEPS / 2) < 3
     assert f"{0.5 + step:g}" in said
     assert "objective/kl" in said
     opened.hover("h1")
-    assert count(opened, ".tip") == 0
+    opened.wait_for("document.querySelector('.tip') === null")
 
 
 def test_a_value_that_is_not_finite_breaks_the_line_and_is_said(opened: Page) -> None:

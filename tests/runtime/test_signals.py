@@ -1,10 +1,12 @@
 """One request, however often it is passed on; a save is finished; one signal more ends all."""
 
 import signal
+import threading
+import time
 
 import pytest
 
-from rlhf_jax.runtime.signals import SAME_REQUEST, Stopped, StopSignals
+from rlhf_jax.runtime.signals import HEARD_AFTER, SAME_REQUEST, Stopped, StopSignals, wait_for
 
 
 class Clock:
@@ -58,3 +60,27 @@ def test_afterwards_signals_do_what_they_did() -> None:
     with StopSignals():
         pass
     assert [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_signal_that_another_thread_gets_is_heard_while_waiting() -> None:
+    """Nothing interrupts the main thread then: a plain `join` would hear of it afterwards."""
+    heard = threading.Event()
+
+    def finish() -> None:
+        time.sleep(3 * HEARD_AFTER)  # the main thread waits by now
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+        assert heard.wait(30), "the handler has not run"
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: heard.set())
+    try:
+        wait_for(finish)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_waiting_ends_with_the_error_of_what_it_waited_for() -> None:
+    def fail() -> None:
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        wait_for(fail)

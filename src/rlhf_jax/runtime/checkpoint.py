@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 
 from meshes.offload import is_on_host
 from rlhf_jax.runtime.disk import WithoutFullDisks, writing
-from rlhf_jax.runtime.signals import Stopped
+from rlhf_jax.runtime.signals import Stopped, wait_for
 
 _MAX_LISTED = 8
 _QUIET = WithoutFullDisks()
@@ -53,8 +53,8 @@ class Checkpoints:
         memory, which would have to hold them twice, once they are written. None leaves are part
         of the tree and need no storage. Saving a step again replaces it.
         """
+        self.wait()
         if step in self._manager.all_steps():
-            self.wait()
             self._manager.delete(step)
         state = ocp.args.StandardSave(_by_path(tree))
         with self._writing():
@@ -71,7 +71,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Block until every save is on disk; an error of the background write is raised here."""
         with self._writing():
-            self._manager.wait_until_finished()
+            wait_for(self._manager.wait_until_finished)
 
     def steps(self) -> list[int]:
         """The steps that can be restored, ascending; the one being written is not among them."""
@@ -111,8 +111,8 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait, and stop the background threads."""
-        with self._writing():
-            self._manager.close()
+        self.wait()
+        self._manager.close()
 
     def _writing(self) -> AbstractContextManager[None]:
         """OSError where the disk is full. Older checkpoints go only once a new one is complete."""

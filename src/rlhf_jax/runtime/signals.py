@@ -1,8 +1,10 @@
 """Ctrl-C and SIGTERM: the first saves and stops a run, another one stops it at once."""
 
 import signal
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Self
 
@@ -11,6 +13,10 @@ from rlhf_jax.runtime.log import say
 NAMES = {signal.SIGINT: "ctrl-C", signal.SIGTERM: "SIGTERM"}
 SAME_REQUEST = 2.0
 """Seconds in which signals are one: `uv run` and `timeout` send again what has come already."""
+
+
+HEARD_AFTER = 0.2
+"""Seconds that a signal can go unheard in `wait_for`."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -64,3 +70,23 @@ class StopSignals:
             raise Stopped(signum, at_once=True)
         self.came = self.came or signum
         say(f"{text} ({NAMES[signal.Signals(signum)]} again: stop at once)")
+
+
+def wait_for(finish: Callable[[], None]) -> None:
+    """Calls `finish`, which blocks, in another thread: signals are heard until it returns.
+
+    Python handles a signal between two steps of the main thread. One that comes just as that thread
+    begins to wait for a lock would be handled only when it has the lock.
+    """
+    done: Future[None] = Future()
+
+    def call() -> None:
+        try:
+            done.set_result(finish())
+        except BaseException as error:  # raised below
+            done.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    while not done.done():
+        wait([done], timeout=HEARD_AFTER)
+    done.result()
