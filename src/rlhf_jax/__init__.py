@@ -4,8 +4,11 @@
 Names are imported when they are first used: `import rlhf_jax` is fast and touches no device.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
 
 if TYPE_CHECKING:
     from rlhf_jax.inference.ppo import PPO

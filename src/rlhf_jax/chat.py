@@ -71,7 +71,6 @@ class ChatConfig:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Talk until the input ends."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     code = 2
     try:
         cfg = tyro.cli(ChatConfig, prog=PROG, description=__doc__, args=argv)

@@ -17,7 +17,6 @@ TRACEBACK = "RLHF_JAX_TRACEBACK"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one of the commands."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     code = 2
     try:
         import tyro

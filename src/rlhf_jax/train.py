@@ -18,7 +18,6 @@ TRACEBACK = "RLHF_JAX_TRACEBACK"
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the flags (`sys.argv[1:]` by default) and run the stages that they ask for."""
     code = 2
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
     os.environ["JAX_ENABLE_PREEMPTION_SERVICE"] = "0"  # of several processes it hides SIGTERM
     try:
         from rlhf_jax.cli import parse, to_yaml

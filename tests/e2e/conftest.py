@@ -52,9 +52,11 @@ class Outcome:
     directory: Path
 
     def metrics(self) -> Metrics:
-        """The rows of metrics.jsonl by stage and step."""
+        """The rows of metrics.jsonl by stage and step, each of which is there once."""
         rows = read_rows(self.directory / "metrics.jsonl")
-        return {(row["stage"], row["step"]): row for row in rows}
+        found = {(row["stage"], row["step"]): row for row in rows}
+        assert len(found) == len(rows)
+        return found
 
     def answers(self) -> dict[tuple[int, str], str]:
         """What the policy said, by step and prompt."""

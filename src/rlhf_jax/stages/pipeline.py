@@ -187,7 +187,9 @@ def spoken_logs() -> Iterator[None]:
 def describe(shape: MeshShape, inference_tp: int, actor: Pretrained) -> None:
     """Says what runs where."""
     device = jax.devices()[0]
+    cores = os.cpu_count() or 1
     cpu = "simulated CPU device" if shape.num_devices == 1 else "simulated CPU devices"
+    cpu += f" on {cores} cores" if shape.num_devices > cores else ""
     kind = cpu if device.platform == "cpu" else device.device_kind
     cfg = actor.cfg
     say(

@@ -237,8 +237,11 @@ def train(
             progress("ppo", num_steps, done=start, every=run.cfg.log_interval)
         )
         run.begin("ppo", start or None)
-        run.log("ppo", 0, evaluator.measure(0, roles))
-        if start:
+        with run.timer.phase("evaluate"):
+            before = evaluator.measure(0, roles)  # also what later answers are shown beside
+        if not start:
+            run.log("ppo", 0, before)
+        else:
             (actor, critic, beside), _ = checkpoints.restore(
                 start, (roles.actor, roles.critic, beside)
             )

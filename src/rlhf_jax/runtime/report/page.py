@@ -129,10 +129,11 @@ def stage_phases(stage: Stage) -> dict[str, Any]:
             seconds[phase] = sum(stage.series(name))
     total = sum(seconds.values())
     names = sorted(seconds, key=lambda phase: (*PHASES, phase).index(phase))
-    supervised = "update" not in seconds  # whose steps are no phase of their own
+    # Supervised steps are no phase of their own.
+    rest = "other (data, checkpoints, this report)" if "update" in seconds else "training"
     parts = [
         {
-            "name": "training" if supervised and name == "other" else name,
+            "name": rest if name == "other" else name,
             "share": seconds[name] / total if total else 0.0,
             "seconds": duration(seconds[name]),
             "colour": colour,
