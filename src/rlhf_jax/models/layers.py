@@ -1,15 +1,22 @@
 """Pieces of a decoder layer: norms, projections, activations, the embedding."""
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from meshes.layout import Layout
+from meshes.reshard import local_shards
 from rlhf_jax.models.adapted import Adapted, Matrix, add_down, add_up
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.params import LayerParams, Norm, Params
 from rlhf_jax.models.quantized import multiply_down, multiply_up
 from rlhf_jax.models.remat import keep
+
+MOST_COLUMNS = 512
+"""Of an embedding's gradient that are float32 at a time."""
 
 
 def normalize(x: jax.Array, norm: Norm[jax.Array], cfg: ModelConfig) -> jax.Array:
@@ -84,10 +91,51 @@ def _relu_bwd(y: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
 relu.defvjp(_relu_fwd, _relu_bwd)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def look_up(table_VW: jax.Array, tokens: jax.Array, layout: Layout) -> jax.Array:
+    """Rows of the table, `[B, ...]` to `[B, ..., W]`. A device sums its part of the gradient in
+    float32: a frequent token has thousands of summands, and bfloat16 passes over what is less than
+    1/256 of a sum.
+    """
+    axes = ("batch",) + (None,) * tokens.ndim
+    return table_VW.at[tokens].get(out_sharding=layout.spec(*axes), mode="clip")
+
+
+def _look_up_fwd(table_VW: jax.Array, tokens: jax.Array, layout: Layout) -> tuple[jax.Array, Any]:
+    return look_up(table_VW, tokens, layout), (table_VW, tokens)
+
+
+def _look_up_bwd(layout: Layout, kept: Any, grad: jax.Array) -> tuple[jax.Array, None]:
+    table_VW, tokens = kept
+    V, W = table_VW.shape
+    vocab_axes, rows = layout.mesh_axes("vocab"), ("batch",) + (None,) * (tokens.ndim - 1)
+    columns = W // next(n for n in range(-(-W // MOST_COLUMNS), W + 1) if W % n == 0)
+
+    def local(tokens: jax.Array, grad: jax.Array) -> jax.Array:
+        block = V // layout.size(vocab_axes)
+        index = tokens.reshape(-1).clip(0, V - 1) - lax.axis_index(vocab_axes) * block
+        index = jnp.where(index < 0, block, index)  # of another device: dropped
+        grad = grad.reshape(-1, W)
+
+        def add_columns(n: jax.Array, sums: jax.Array) -> jax.Array:
+            new = lax.dynamic_slice_in_dim(grad, n * columns, columns, axis=1).astype(jnp.float32)
+            wide = jnp.zeros((block, columns), jnp.float32).at[index].add(new, mode="drop")
+            return lax.dynamic_update_slice_in_dim(sums, wide.astype(sums.dtype), n * columns, 1)
+
+        sums = jnp.zeros((block, W), table_VW.dtype)
+        sums = lax.fori_loop(0, W // columns, add_columns, sums)
+        return lax.psum(sums, layout.mesh_axes("batch"))
+
+    run = local_shards(local, layout, in_axes=(rows, (*rows, None)), out_axes=("vocab", None))
+    return jax.sharding.reshard(run(tokens, grad), jax.typeof(table_VW).sharding), None
+
+
+look_up.defvjp(_look_up_fwd, _look_up_bwd)
+
+
 def embed_tokens(params: Params[jax.Array], tokens: jax.Array, layout: Layout) -> jax.Array:
     """Rows of the embedding, `[B, ...]` to `[B, ..., D]`."""
-    axes = ("batch",) + (None,) * tokens.ndim
-    x = params.embed_VW.at[tokens].get(out_sharding=layout.spec(*axes), mode="clip")
+    x = look_up(params.embed_VW, tokens, layout)
     if params.project_in_DW is not None:
         x = project_up(x, params.project_in_DW, None)
     return x
