@@ -69,10 +69,7 @@ def split(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """High and low digits of one float32 row, and its scale; zeros stay zero, and a row with NaN
     has that as its scale.
     """
-    # As whole numbers, without the sign, NaN is the largest of all: so it shows in the product. The
-    # backend's own maximum passes it over.
-    bits = lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
-    largest = lax.bitcast_convert_type(jnp.max(bits), jnp.float32)
+    largest = largest_of(x)
     # A scale below the smallest normal number may be flushed to zero, and is divided by. The
     # comparison is this way round for NaN.
     least = LARGEST * float(jnp.finfo(jnp.float32).tiny)
@@ -81,6 +78,14 @@ def split(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     whole = jnp.floor(x * (1.0 / scale) + 0.5)
     high = jnp.floor((whole + 64.0) * (1 / 128))
     return high.astype(jnp.int8), (whole - 128.0 * high).astype(jnp.int8), scale
+
+
+def largest_of(x: jax.Array) -> jax.Array:
+    """The largest magnitude of the last dimension of float32 numbers; NaN where there is one."""
+    # As whole numbers, without the sign, NaN is the largest of all. The kernels' backend passes it
+    # over in a maximum of floating-point numbers.
+    bits = lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
+    return lax.bitcast_convert_type(jnp.max(bits, axis=-1), jnp.float32)
 
 
 def split_in_jax(x_MC: jax.Array, dtype: Any) -> RowDigits:

@@ -17,6 +17,7 @@ def test_every_iteration_logs_what_is_on(extras) -> None:
     for step in (1, 2, 3):
         assert all(np.isfinite(rows["ppo", step][name]) for name in ON)
         assert rows["ppo", step]["val/skipped"] == 0
+        assert "rollout/logprob_diff_mean" not in rows["ppo", step]  # adapters drop out
     coefficients = [rows["ppo", step]["objective/kl_coef"] for step in (1, 2, 3)]
     # The first rollout is the reference's own: its KL is 0, below the target.
     assert coefficients[0] == pytest.approx(0.1)

@@ -347,9 +347,8 @@ def test_rematerialisation_changes_no_gradient(remat: Remat):
 
 
 def test_micro_batches_of_a_sharded_model_add_up():
-    """Gradients, loss and every metric that is a mean; a variance is within the parts."""
+    """Gradients, loss and every metric."""
     one, two = (actor_gradients(OPT, "4x2", 4, "full", parts) for parts in (1, 2))
-    assert one[2].pop("val/ratio_var") > two[2].pop("val/ratio_var") > 0
     assert_same_gradients(two, one)
 
 

@@ -252,3 +252,17 @@ def test_wrong_arguments_are_named() -> None:
         decode_attention(qkv, positions, k_cache, v_cache, cos_BK=jnp.ones((3, 8)))
     with pytest.raises(ValueError, match="power of two"):
         Tiling(48, 1, 1, False)
+
+
+@pytest.mark.parametrize("form", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_token_that_is_not_a_number_shows_in_one_byte(implementation: str, form: str) -> None:
+    """In its row's output and its scale, and in no other row's."""
+    case = next(c for c in cases.DECODE_TESTS if c.name == "mha_k64")
+    qkv, *rest = narrow_arrays(case, form)
+    got = decode_attention(qkv.at[1, 0, 1, 3].set(jnp.nan), *rest, implementation=implementation)
+    at = case.row_positions()[1]
+    assert np.isnan(got[0][1, 0]).all()
+    assert np.isnan(got[3][1, 0, at])
+    assert np.isfinite(np.asarray(got[0])[0]).all()
+    assert np.isfinite(np.asarray(got[0])[1, 1]).all()

@@ -1,4 +1,5 @@
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from meshes.layout import Layout, make_mesh, parse_mesh
 from meshes.reshard import put_batch
 from rlhf_jax.objectives.losses import (
     divergence_mask,
+    of_whole_batch,
     pairwise_loss,
     policy_loss,
     prediction_mask,
@@ -130,7 +132,7 @@ def test_policy_gradient_before_any_update_is_minus_the_advantage(tolerance):
     expected = np.where(MASK, -np.asarray(advantages) / np.asarray(MASK).sum(), 0)
     np.testing.assert_allclose(grads, expected, **tolerance(np.float32))
     assert metrics["val/ratio"] == 1
-    for name in ("policy/clipfrac_avg", "policy/approxkl_avg", "val/ratio_var"):
+    for name in ("policy/clipfrac_avg", "policy/approxkl_avg", "square/ratio"):
         assert metrics[name] == 0
 
 
@@ -163,11 +165,51 @@ def test_value_loss_takes_the_worse_of_both_and_none_does_not_clip(tolerance):
 def test_explained_variance_of_perfect_constant_and_undefined_values(tolerance):
     returns = normal(0, B, R)
     for values, expected in ((returns + 3, 1.0), (0 * returns, 0.0), (2 * returns, 0.0)):
-        _, metrics = value_loss(values, values, returns, MASK, clip=0.2)
-        explained = metrics["critic/vf_explained_var"]
+        explained = whole_batch([(values, returns, MASK)])["critic/vf_explained_var"]
         np.testing.assert_allclose(explained, expected, **tolerance(np.float32))
-    _, metrics = value_loss(returns, returns, jnp.ones((B, R)), MASK, clip=0.2)
-    assert metrics["critic/vf_explained_var"] == 0
+    constant = whole_batch([(returns, jnp.ones((B, R)), MASK)])
+    assert constant["critic/vf_explained_var"] == 0
+
+
+def whole_batch(parts: list[Any]) -> dict[str, jax.Array]:
+    """Metrics of parts `(values, returns, mask)`, averaged by their actions. Log-ratios are a tenth
+    of the values.
+    """
+    total: dict[str, jax.Array] = {}
+    for values, returns, mask in parts:
+        share = mask.sum() / sum(each[2].sum() for each in parts)
+        _, policy = policy_loss(0.1 * values, 0 * values, returns, mask, clip=0.2)
+        _, value = value_loss(values, values, returns, mask, clip=None)
+        for name, metric in (policy | value).items():
+            total[name] = total.get(name, jnp.float32(0.0)) + share * metric
+    return of_whole_batch(total)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, B])
+def test_variances_of_parts_are_those_of_the_batch(num_parts: int, tolerance) -> None:
+    """In NumPy; rows have returns of their own, so that a part knows little of the whole."""
+    returns = normal(0, B, R) + 5 * jnp.arange(B)[:, None]
+    values = returns + 0.5 * normal(1, B, R)
+    parts = [
+        tuple(array[n::num_parts] for array in (values, returns, MASK)) for n in range(num_parts)
+    ]
+    got = whole_batch(parts)
+    kept = np.asarray(MASK, bool)
+    error, whole = (np.asarray(x, np.float64)[kept] for x in (returns - values, returns))
+    explained = 1 - error.var() / whole.var()
+    np.testing.assert_allclose(got["critic/vf_explained_var"], explained, rtol=1e-5)
+    ratio = np.exp(0.1 * np.asarray(values, np.float64))[kept]
+    np.testing.assert_allclose(got["val/ratio_var"], ratio.var(), rtol=1e-4)
+    assert not [name for name in got if name.startswith(("mean/", "square/"))]
+
+
+def test_what_the_mask_leaves_out_reaches_no_gradient() -> None:
+    values = jnp.where(MASK, normal(0, B, R), jnp.nan)
+    grads, metrics = jax.grad(value_loss, has_aux=True)(
+        values, 0 * values, normal(1, B, R), MASK, clip=0.2
+    )
+    assert jnp.isfinite(grads).all()
+    assert all(jnp.isfinite(metric) for metric in metrics.values())
 
 
 @pytest.mark.parametrize("span", ["last", "divergence"])

@@ -27,6 +27,7 @@ def test_a_healthy_run_warns_of_nothing(tmp_path: Path) -> None:
         ({"objective__kl": lambda n: -0.1 * n}, "KL to the reference is negative"),
         ({"response_length__clip_ratio": lambda n: 0.6}, "Most answers are cut off"),
         ({"response_length__clip_ratio": lambda n: n / 30}, "All answers are cut off"),
+        ({"objective__scores_clipped": lambda n: 0.5}, "Many scores are cut off"),
         ({"policy__entropy_avg": lambda n: 1.5 * math.exp(-n / 8)}, "The entropy has collapsed"),
         ({"critic__vf_explained_var": lambda n: -0.3}, "The critic is worse than a constant"),
         ({"val__skipped": lambda n: float(n == 7)}, "Numbers were not finite"),

@@ -14,6 +14,7 @@ import pytest
 from rlhf_jax.engine.ppo_step import UpdateSettings
 from rlhf_jax.engine.state import create_state
 from rlhf_jax.hf.pretrained import find_pretrained
+from rlhf_jax.models.lora import LoRAConfig
 from rlhf_jax.objectives.adaptive import AdaptiveKL
 from rlhf_jax.stages.ppo import Programs, describe_correction
 from rlhf_jax.stages.ppo_config import PPOConfig
@@ -103,6 +104,10 @@ def test_the_order_is_drawn_from_seed_step_and_epoch() -> None:
         ({"batch_size": 8, "gradient_accumulation_steps": 3}, "=3 does not divide minibatch_size"),
         ({"ppo_epochs": 0}, "ppo_epochs must be at least 1, got 0"),
         ({"clip_range": -0.1}, "clip_range must be at least 0"),
+        (
+            {"target_kl": 0.1, "actor_lora": LoRAConfig(dim=2, dropout=0.1)},
+            "target_kl=0.1 with actor_lora.dropout=0.1: dropout alone",
+        ),
         ({"rollout_is_threshold": 0.5}, "use at least 1 .2 is usual., or 0"),
     ],
 )

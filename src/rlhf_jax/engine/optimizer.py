@@ -25,8 +25,8 @@ class OptimizerConfig:
     `adafactor` none of a matrix but a row and a column, and neither beta nor eps. In bfloat16
     moments are rounded stochastically.
 
-    The rate rises linearly over `warmup_steps`, then stays (`constant`) or falls to
-    `final_fraction` of itself at the last step: along a line, half a cosine, `num_cycles` of them
+    The rate rises linearly over `warmup_steps`, then stays (`constant`) or falls towards
+    `final_fraction` of itself, where the step behind the last one would be: along a line, half a cosine, `num_cycles` of them
     that each start at the full rate, or a line to the `power` (`polynomial`).
     """
 

@@ -26,7 +26,13 @@ from rlhf_jax.models.params import Params, ScalarModel
 from rlhf_jax.models.scoring import score_tokens, take_window
 from rlhf_jax.objectives.adaptive import AdaptiveKL, Control, adapt_kl_coef, scale_scores
 from rlhf_jax.objectives.experience import Experience, RewardSettings, build_experience
-from rlhf_jax.objectives.losses import policy_loss, prediction_mask, sft_loss, value_loss
+from rlhf_jax.objectives.losses import (
+    of_whole_batch,
+    policy_loss,
+    prediction_mask,
+    sft_loss,
+    value_loss,
+)
 from rlhf_jax.objectives.masked import length_mask, masked_mean
 from rlhf_jax.objectives.rewards import add_scores, standardize_scores
 from rlhf_jax.objectives.rollout_correction import compare_with_rollout
@@ -348,7 +354,7 @@ def ppo_gradients(
     finite = all_finite(*norms, actor_value, critic_value)
     if settings.target_kl is not None:
         stopped = stopped | (metrics["policy/approxkl_avg"] > settings.target_kl)
-    metrics |= critic_metrics
+    metrics = of_whole_batch(metrics | critic_metrics)
     metrics |= {
         "policy/grad_norm": norms[0],
         "critic/grad_norm": norms[1],

@@ -62,6 +62,11 @@ class LoRAConfig:
     def scale(self) -> float:
         return self.alpha / self.dim
 
+    @property
+    def drops(self) -> bool:
+        """Whether training needs a key for dropout."""
+        return self.dim > 0 and self.dropout > 0
+
 
 def linear_modules(cfg: ModelConfig) -> dict[str, tuple[str, ...]]:
     """Hugging Face's linear layers by the path of the leaf that holds them; a fused one has three.

@@ -107,8 +107,9 @@ def build_experience(
     width = logprobs_BR.shape[1]
     slots_BR = length_mask(response_lengths_B, width) & valid_B.astype(bool)[:, None]
     coef = settings.kl_coef if kl_coef is None else kl_coef
+    rewarded_B = scores_B if rewarded_scores_B is None else rewarded_scores_B
     rewards_BR = token_rewards(
-        scores_B if rewarded_scores_B is None else rewarded_scores_B,
+        rewarded_B,
         logprobs_BR, ref_logprobs_BR, slots_BR, response_lengths_B, ended_B,
         kl_coef=coef, kl_kind=settings.kl_kind, score_clip=settings.score_clip,
         missing_eos_penalty=settings.missing_eos_penalty,
@@ -135,6 +136,9 @@ def build_experience(
     )
     metrics = kl_metrics(experience, slots_BR, coef, settings.kl_kind)
     metrics |= objective_metrics(experience, slots_BR, rewards_BR, entropies_BR)
+    if settings.score_clip is not None:
+        clipped_B = jnp.abs(rewarded_B) > settings.score_clip
+        metrics["objective/scores_clipped"] = masked_mean(clipped_B, valid_B)
     return experience, metrics | length_metrics(response_lengths_B, ended_B, valid_B, width)
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.objectives.kl import approx_kl
-from rlhf_jax.objectives.masked import length_mask, masked_mean, masked_var, take_last
+from rlhf_jax.objectives.masked import length_mask, masked_mean, take_last
 
 type Metrics = dict[str, jax.Array]
 type TrainOn = Literal["all", "completion"]
@@ -166,7 +166,8 @@ def policy_loss(
 
     `w` is 1, or `weights_BR` (`rollout_correction.py`): constants, through which nothing is
     differentiated.
-    An entropy bonus is `- entropy_coef · masked_mean(entropies_BR, mask_BR)` beside it.
+    An entropy bonus is `- entropy_coef · masked_mean(entropies_BR, mask_BR)` beside it. The metrics
+    are means; `of_whole_batch` makes those of a batch of them.
     """
     log_ratio_BR = jnp.where(mask_BR.astype(bool), logprobs_BR - old_logprobs_BR, 0.0)
     ratio_BR = jnp.exp(log_ratio_BR)
@@ -181,7 +182,7 @@ def policy_loss(
         "policy/approxkl_avg": approx_kl(logprobs_BR, old_logprobs_BR, mask_BR),
         "policy/clipfrac_avg": masked_mean(clipped_BR > plain_BR, mask_BR),
         "val/ratio": masked_mean(ratio_BR, mask_BR),
-        "val/ratio_var": masked_var(ratio_BR, mask_BR),
+        "square/ratio": masked_mean(jnp.square(ratio_BR - 1.0), mask_BR),
     }
     return loss, metrics
 
@@ -198,24 +199,40 @@ def value_loss(
 
         loss = ½ mean(max((V - G)², (clip(V, V_old - clip, V_old + clip) - G)²))
 
-    None does not clip. The explained variance is `1 - var(G - V)/var(G)`.
+    None does not clip. The metrics are means; `of_whole_batch` makes those of a batch of them.
     """
-    plain_BR = jnp.square(values_BR - returns_BR)
+    error_BR = jnp.where(mask_BR.astype(bool), values_BR - returns_BR, 0.0)
     near_BR = values_BR
     if clip is not None:
         near_BR = jnp.clip(values_BR, old_values_BR - clip, old_values_BR + clip)
-    clipped_BR = jnp.square(near_BR - returns_BR)
+    plain_BR = jnp.square(error_BR)
+    clipped_BR = jnp.square(jnp.where(mask_BR.astype(bool), near_BR - returns_BR, 0.0))
     loss = 0.5 * masked_mean(jnp.maximum(plain_BR, clipped_BR), mask_BR)
     metrics = {
         "loss/value_avg": loss,
         "val/clipfrac_avg": masked_mean(clipped_BR > plain_BR, mask_BR),
-        "critic/vf_explained_var": explained_variance(values_BR, returns_BR, mask_BR),
+        "mean/error": masked_mean(error_BR, mask_BR),
+        "square/error": masked_mean(plain_BR, mask_BR),
+        "mean/return": masked_mean(returns_BR, mask_BR),
+        "square/return": masked_mean(jnp.square(returns_BR), mask_BR),
     }
     return loss, metrics
 
 
-def explained_variance(values: jax.Array, returns: jax.Array, mask: jax.Array) -> jax.Array:
-    """`1 - var(returns - values) / var(returns)`, 0 where the returns are constant."""
-    total = masked_var(returns, mask)
-    unexplained = masked_var(returns - values, mask)
-    return jnp.where(total > 1e-8, 1.0 - unexplained / jnp.maximum(total, 1e-8), 0.0)
+def of_whole_batch(metrics: Metrics) -> Metrics:
+    """The metrics of a batch, from `policy_loss` and `value_loss` of its parts, averaged by how
+    many actions each has: `val/ratio_var`, and the explained variance `1 - var(G - V)/var(G)`, 0
+    where the returns are constant, in place of the means of squares. Variances of parts would not
+    average.
+    """
+    metrics = dict(metrics)
+
+    def var(name: str, mean: jax.Array) -> jax.Array:
+        return jnp.maximum(metrics.pop(f"square/{name}") - jnp.square(mean), 0.0)
+
+    unexplained = var("error", metrics.pop("mean/error"))
+    total = var("return", metrics.pop("mean/return"))
+    explained = jnp.where(total > 1e-8, 1.0 - unexplained / jnp.maximum(total, 1e-8), 0.0)
+    metrics["val/ratio_var"] = var("ratio", metrics["val/ratio"] - 1.0)
+    metrics["critic/vf_explained_var"] = explained
+    return metrics

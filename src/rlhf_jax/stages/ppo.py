@@ -259,10 +259,12 @@ def train(
                 beside = Companions(control, ema)
                 wait.append(all_losses)
             done = step + 1
-            # Before any update the new log-probabilities are the training graph's of the policy
-            # that sampled: what differs is the sampler's arithmetic.
             metrics |= means(all_losses)
-            metrics.setdefault("rollout/logprob_diff_mean", all_losses[0]["policy/abs_log_ratio"])
+            if not cfg.actor_lora.drops:
+                # Before any update the new log-probabilities are the training graph's of the policy
+                # that sampled: what differs is the sampler's arithmetic.
+                first = all_losses[0]["policy/abs_log_ratio"]
+                metrics.setdefault("rollout/logprob_diff_mean", first)
             metrics |= throughput(run, engine, data, metrics)
             if run.due(run.cfg.eval_interval, done, num_steps):
                 with run.timer.phase("evaluate"):

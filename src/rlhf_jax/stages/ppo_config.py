@@ -87,6 +87,7 @@ class PPOConfig:
     value_coef: float = 1.0
     entropy_coef: float = 0.0
     score_clip: float | None = 5.0
+    """Scores above it, or below its negative, are rewarded as it is; also those of functions."""
     standardize_score: bool = True
     """Scores in units of the reward model's mean and deviation on its training answers."""
     reward_model_weight: float = 1.0
@@ -166,6 +167,11 @@ class PPOConfig:
                 "it out"
             )
         check_reward_weights(self)
+        if self.target_kl is not None and self.actor_lora.drops:
+            raise ValueError(
+                f"target_kl={self.target_kl} with actor_lora.dropout={self.actor_lora.dropout}: "
+                "dropout alone moves the policy by that much; leave one of them out"
+            )
         if bool(self.ptx_coef) != (self.ptx_path is not None):
             raise ValueError(
                 f"ptx_coef={self.ptx_coef} and ptx_path={self.ptx_path}: pretraining text is mixed "

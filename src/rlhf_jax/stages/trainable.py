@@ -81,7 +81,7 @@ class Trainable:
     @property
     def drops(self) -> bool:
         """Whether training needs a key for dropout."""
-        return self.lora.dim > 0 and self.lora.dropout > 0
+        return self.lora.drops
 
     @property
     def moves_matrices(self) -> bool:

@@ -83,6 +83,8 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
         Chart("Held-out answers, greedy", ("eval/greedy_*", "eval/ema_greedy_*"), "share",
               zero=True),
         Chart("Reward parts", ("rewards/*/mean",)),
+        Chart("Scores cut off at the score clip", ("objective/scores_clipped",), "share",
+              zero=True),
         Chart("KL to the reference", ("objective/kl", "eval/objective/kl",
                                       "eval/ema_objective/kl"), "nats an answer"),
         Chart("KL coefficient", ("objective/kl_coef",)),

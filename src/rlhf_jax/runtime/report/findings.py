@@ -159,6 +159,24 @@ def _truncated(run: RunRecord, stage: Stage) -> Finding | None:
     )
 
 
+def _scores_clipped(run: RunRecord, stage: Stage) -> Finding | None:
+    shares = ends(stage, "objective/scores_clipped", least=1)
+    if shares is None or shares[1] < 0.3:
+        return None
+    limit = run.config.get("ppo", {}).get("score_clip")
+    return Finding(
+        "Many scores are cut off",
+        stage.name,
+        f"{shares[1]:.0%} of the scores are beyond "
+        + (f"±{limit:g}" if limit else "the limit")
+        + " and rewarded as the limit",
+        "Among these answers nothing tells PPO which is better.",
+        "Scale reward functions to a few units (or --ppo.score-scaling=running_std), raise "
+        "--ppo.score-clip, or set it to none.",
+        "objective/scores_clipped of the last fifth at least 0.3.",
+    )
+
+
 def _entropy_collapsed(run: RunRecord, stage: Stage) -> Finding | None:
     entropy = ends(stage, "policy/entropy_avg")
     if entropy is None or entropy[0] <= 0.05 or entropy[1] >= 0.2 * entropy[0]:
@@ -356,9 +374,9 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "dpo": (_rows_dropped, _steps_skipped, _near_chance, _overfits),
     "ppo": (
         _rows_dropped,
-        _kl_runs_away, _kl_negative, _only_longer, _truncated, _entropy_collapsed,
-        _critic_explains_nothing, _steps_skipped, _sampler_differs, _reward_flat,
-        _score_is_not_truth, _clipped_much,
+        _kl_runs_away, _kl_negative, _only_longer, _truncated, _scores_clipped,
+        _entropy_collapsed, _critic_explains_nothing, _steps_skipped, _sampler_differs,
+        _reward_flat, _score_is_not_truth, _clipped_much,
     ),
 }  # fmt: skip
 """What is looked at, by stage."""
