@@ -27,8 +27,9 @@ def attention(
     """Causal grouped-query attention; scale K**-0.5, fp32 softmax.
 
     Query head h reads key/value head h // (H / G). Rows start at index 0 and are padded on the
-    right: causality alone hides the padding from real tokens; what it hides must be finite. A row may hold several segments one
-    after the other (packing); no token then sees one of another segment.
+    right: causality alone hides the padding from real tokens; what it hides must be finite. A row
+    may hold several segments one after the other (packing); no token then sees one of another
+    segment.
 
     Args:
       q_BTHK: queries.

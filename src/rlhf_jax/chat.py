@@ -1,9 +1,9 @@
 """Talk to a trained model: `python -m rlhf_jax.chat runs/my-run`.
 
 Answers go to stdout as they are made, everything else to stderr, so questions can come from a pipe,
-one a line. /clear forgets the conversation, /system TEXT gives instructions, /quit leaves; ctrl-C
-stops an answer. Exit codes: 0 left, 1 an error that the message explains, 2 wrong flags, 130
-interrupted.
+one a line; a line that is refused gives an empty one. /clear forgets the conversation, /system TEXT
+gives instructions, /quit leaves; ctrl-C stops an answer. Exit codes: 0 left, 1 an error that the
+message explains or a pipe with a line that was refused, 2 wrong flags, 130 interrupted.
 """
 
 import os
@@ -11,10 +11,13 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from io import TextIOWrapper
 from itertools import count
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
+
+from rlhf_jax.inference.dtypes import LoadDtype
 
 if TYPE_CHECKING:
     from rlhf_jax.inference.conversation import Conversation
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 
 PROG = "python -m rlhf_jax.chat"
 TRACEBACK = "RLHF_JAX_TRACEBACK"
+LONGEST_CONTEXT = 2048
+"""Tokens, where no --context is given."""
 COMMANDS = "/clear forgets the conversation, /system TEXT gives instructions, /quit leaves"
 
 type Answer = Callable[[Sequence[int]], Generator[str]]
@@ -52,21 +57,24 @@ class ChatConfig:
     """The same seed and the same questions get the same answers."""
     system: str = ""
     """Instructions in front of the conversation, as /system gives them."""
-    context: int = 2048
-    """Tokens of history, question and answer together, at most; the model may have fewer."""
+    context: int | None = None
+    """Tokens of history, question and answer together, at most; by default the model's positions,
+    at most 2048."""
     turn_format: str | None = None
     """How a question is written, such as "Human: {} Assistant:"; \\n is a line break. By default as
     training asked it; else by the model's chat template; else "Human: {} Assistant:"."""
     mesh: str | None = None
     """FxT, such as 1x1 or 2x4; by default all visible devices."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: LoadDtype = "float32"
     """What the weights are held in."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise ValueError(f"--max-new-tokens={self.max_new_tokens} must be at least 1")
-        if self.context < 2:
+        if self.context is not None and self.context < 2:
             raise ValueError(f"--context={self.context} must hold a question and an answer")
+        check_text(self.system, "--system")
+        check_text(self.turn_format or "", "--turn-format")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         cfg = tyro.cli(ChatConfig, prog=PROG, description=__doc__, args=argv)
         code = 1
-        chat(cfg)
+        return chat(cfg)
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -87,11 +95,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         tell("interrupted")
         return 130
-    return 0
 
 
-def chat(cfg: ChatConfig) -> None:
-    """Load the model and answer question after question."""
+def chat(cfg: ChatConfig) -> int:
+    """Load the model and answer question after question. 1 where a line of a pipe was refused."""
     from rlhf_jax.inference.interrupts import Interrupts
     from rlhf_jax.inference.session import load
 
@@ -101,7 +108,9 @@ def chat(cfg: ChatConfig) -> None:
             f"{model.name} is a reward model: it scores answers and gives none. Talk to the sft/ "
             "or actor/ of a run, or use rlhf_jax.load(…).score(texts)"
         )
-    interactive = sys.stdin.isatty()
+    interactive, refused = sys.stdin.isatty(), 0
+    if isinstance(sys.stdin, TextIOWrapper):  # a line that is no text is refused, and no other one
+        sys.stdin.reconfigure(errors="surrogateescape")
     # ctrl-C in a script ends it, as everywhere; a person stops an answer, and leaves with a second.
     interrupts = Interrupts(enabled=interactive)
     conversation, answer, limit = prepare(cfg, model, interrupts)
@@ -110,9 +119,13 @@ def chat(cfg: ChatConfig) -> None:
     for question in questions(conversation, interactive):
         before = conversation.forgotten
         try:
+            check_question(question)
             ids = conversation.prompt(question)
         except ValueError as error:
             tell(str(error))
+            if not interactive:
+                refused = 1
+                print(flush=True)  # the n-th line is the answer to the n-th question
             continue
         if conversation.forgotten and not before:
             tell(f"(the oldest turns no longer fit in {conversation.room} tokens: forgotten)")
@@ -125,6 +138,7 @@ def chat(cfg: ChatConfig) -> None:
         elif interactive and limit.reached:
             tell(f"(cut off: --max-new-tokens={limit.longest})")
         conversation.record(question, text)
+    return refused
 
 
 def speak(pieces: Iterable[str]) -> str:
@@ -154,7 +168,10 @@ def prepare(
     from rlhf_jax.inference.pieces import Limit, text_pieces, until
     from rlhf_jax.inference.places import choose_form
 
-    window = min(cfg.context, model.config.max_positions)
+    positions = model.config.max_positions
+    window = cfg.context or min(positions, LONGEST_CONTEXT)
+    if window > positions:
+        raise ValueError(f"--context={window} is more than the model's {positions} positions")
     longest = cfg.max_new_tokens or max(min(256, window // 4), 1)
     if longest >= window:
         raise ValueError(
@@ -194,7 +211,7 @@ def greet(name: str, conversation: "Conversation") -> None:
 
 
 def questions(conversation: "Conversation", interactive: bool) -> Iterator[str]:
-    """Lines to answer, until the input ends; commands are carried out here."""
+    """Lines to answer or refuse, until the input ends; commands are carried out here."""
     while True:
         line = read_line(interactive)
         if line is None or line.strip() == "/quit":
@@ -203,13 +220,29 @@ def questions(conversation: "Conversation", interactive: bool) -> Iterator[str]:
         if command == "/clear" and not rest:
             conversation.clear()
             tell("(forgotten)")
-        elif command == "/system":
+        elif command == "/system" and is_text(rest):
             conversation.system = rest.strip()
             tell("(the instructions are set)" if rest.strip() else "(no instructions)")
-        elif command.startswith("/"):
-            tell(f"there is no command {line.strip()}: {COMMANDS}")
         elif command:
             yield line.strip()
+
+
+def check_question(line: str) -> None:
+    """ValueError where a line is no text, or a command that there is not."""
+    check_text(line, "that")
+    if line.startswith("/"):
+        raise ValueError(f"there is no command {line}: {COMMANDS}")
+
+
+def check_text(text: str, what: str) -> None:
+    """ValueError unless a text from outside was UTF-8."""
+    if not is_text(text):
+        raise ValueError(f"{what} is not UTF-8 text: convert it, as with `iconv -t UTF-8`")
+
+
+def is_text(text: str) -> bool:
+    """Whether every byte of it could be read: one that could not came as half a surrogate pair."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def read_line(interactive: bool) -> str | None:

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,9 @@ def evaluate(cfg: Any) -> None:
     from rlhf_jax.evaluation.config import Compare, Reward
     from rlhf_jax.evaluation.pairs import evaluate_reward
     from rlhf_jax.evaluation.perplexity import evaluate_perplexity
+    from rlhf_jax.inference.dtypes import full_dtype
 
+    cfg = replace(cfg, dtype=full_dtype(cfg.dtype))  # reports name it in full
     target = check_output(cfg.output)
     if isinstance(cfg, Compare):
         report = evaluate_compare(cfg)

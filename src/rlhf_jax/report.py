@@ -26,7 +26,16 @@ class ReportConfig:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write report.html and say where it is."""
-    cfg = tyro.cli(ReportConfig, prog=PROG, description=__doc__, args=argv)
+    cfg, more = tyro.cli(
+        ReportConfig, prog=PROG, description=__doc__, args=argv, return_unknown_args=True
+    )
+    if more:
+        print(
+            f"error: {' '.join(more)}: the report takes the directory of one run and no flags. "
+            "`python -m rlhf_jax.evaluate compare A B` compares the answers of two runs",
+            file=sys.stderr,
+        )
+        return 2
     from rlhf_jax.recipes.nearest import nearest_recipe
     from rlhf_jax.runtime.report.page import build_report
     from rlhf_jax.runtime.report.reading import read_run

@@ -8,6 +8,7 @@ import pytest
 
 import rlhf_jax
 from rlhf_jax.evaluate import main
+from rlhf_jax.evaluation import tables
 from rlhf_jax.evaluation.compare import longest_answer, verdict
 from rlhf_jax.evaluation.reading import DEFAULT_PROMPTS
 
@@ -47,6 +48,16 @@ def test_answers_and_scores_are_those_of_the_python_surface(
     assert report["scores"]["wins"] == sum(better)
     assert "another tokenizer" not in " ".join(report["notes"])
     assert "win rate" in capsys.readouterr().out
+
+
+def test_the_share_of_answers_that_ended_is_no_count() -> None:
+    side = {"name": "a", "mean_tokens": 8.0, "ended": 1.0}
+    report = {"baseline": side, "model": side, "settings": {"max_new_tokens": 8}, "rows": 3}
+    report |= {"samples": [], "equal_answers": 0, "prompts": "", "left_out": {}, "notes": []}
+    with tables.console.capture() as captured:
+        tables.show_compare(report, 0)
+    (row,) = [line for line in captured.get().splitlines() if "ended by itself" in line]
+    assert row.count("1.000") == 2
 
 
 def test_a_judge_with_another_tokenizer_reads_text_and_it_is_said(

@@ -86,6 +86,7 @@ def test_of_prompts_and_answers_the_answers_count(llama, directory_of, tmp_path)
         (["{llama}", "{dir}/none.txt"], "no such file"),
         (["{scorer}", "{dir}/text.txt"], "is a reward model, it has no perplexity"),
         (["{llama}", "{dir}/text.txt", "--window=65"], "more than the model's 64 positions"),
+        (["{llama}", "quickstart", "--window=65"], "more than the model's 64 positions"),
         (["{llama}", "{dir}/text.txt", "--window=8", "--overlap=7"], "leaves nothing new"),
         (["{llama}", "{dir}/text.txt", "--max-rows=3"], "is one document: leave it out"),
         (["{dir}", "{dir}/text.txt"], "holds no trained policy"),

@@ -32,18 +32,60 @@ def pipe(monkeypatch: pytest.MonkeyPatch):
 def test_questions_from_a_pipe_are_answered_line_by_line(
     llama, run_directory, pipe, capsys
 ) -> None:
-    pipe("w10 w11\n\n/clear\n/what\nw40\n" + "w40 " * 60 + "\n/quit\nw12\n")
+    pipe("w10 w11\n\n/clear\nw40\n/quit\nw12\n")
     assert main([str(run_directory), *FLAGS]) == 0
     out, err = capsys.readouterr()
-    answers = llama.generate(
-        ["w10 w11", "w40"], max_new_tokens=8, temperature=0.0, prompt_length=56
-    )
-    assert out.splitlines() == [answer.text.strip() for answer in answers]
+    assert out.splitlines() == answers(llama, "w10 w11", "w40")
+    assert err.splitlines() == ["(forgotten)"]
+
+
+def answers(llama, *questions: str) -> list[str]:
+    """The line that each question gets with `FLAGS`."""
+    settings = {"max_new_tokens": 8, "temperature": 0.0, "prompt_length": 56}
+    return [answer.text.strip() for answer in llama.generate(list(questions), **settings)]
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_a_line_of_a_pipe_that_is_refused_gives_an_empty_one(
+    llama, run_directory, monkeypatch, capsys, errors
+) -> None:
+    """Questions and answers stay in step, and the exit code tells; whatever the locale does with
+    bytes that are not UTF-8.
+    """
+    text = b"w10 w11\n" + b"w40 " * 60 + b"\n\xff\xfe w10\n/what\n/system \xff\nw40\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text), "utf-8", errors))
+    assert main([str(run_directory), *FLAGS]) == 1
+    out, err = capsys.readouterr()
+    first, last = answers(llama, "w10 w11", "w40")
+    assert out.splitlines() == [first, "", "", "", "", last]
+    no_text = "that is not UTF-8 text: convert it, as with `iconv -t UTF-8`"
     assert err.splitlines() == [
-        "(forgotten)",
-        f"there is no command /what: {chat.COMMANDS}",
         "that is 61 tokens, there is room for 56: shorten it",
+        no_text,
+        f"there is no command /what: {chat.COMMANDS}",
+        no_text,
     ]
+
+
+def test_a_person_may_ask_again(run_directory, monkeypatch, capsys) -> None:
+    """On a terminal a refused line is no failure and prints nothing."""
+    lines = iter(["w40 " * 60, None])
+    monkeypatch.setattr(chat, "read_line", lambda interactive: next(lines))
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    assert main([str(run_directory), *FLAGS]) == 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "there is room for 56: shorten it" in err
+
+
+def test_short_names_of_dtypes_are_taken(run_directory, pipe, capsys) -> None:
+    said = []
+    for name in ("bf16", "bfloat16"):
+        pipe("w10 w11\n")
+        assert main([str(run_directory), *FLAGS, f"--dtype={name}"]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] != "\n"
 
 
 def test_sampling_flags_and_seeds_are_those_of_generate(llama, run_directory, pipe, capsys) -> None:
@@ -147,6 +189,12 @@ def test_wrong_settings_are_explained(run_directory, pipe, capsys) -> None:
     assert "--max-new-tokens=0 must be at least 1" in capsys.readouterr().err
     assert main([str(run_directory), "--mesh=1x1", "--max-new-tokens=64"]) == 1
     assert "leaves no room for a question in 64 tokens" in capsys.readouterr().err
+    assert main([str(run_directory), "--mesh=1x1", "--context=65"]) == 1
+    assert "--context=65 is more than the model's 64 positions" in capsys.readouterr().err
+    for flag in ("--system", "--turn-format"):
+        with pytest.raises(SystemExit, match="2"):
+            main([str(run_directory), f"{flag}=\udcff{{}}"])
+        assert f"{flag} is not UTF-8 text" in capsys.readouterr().err
 
 
 def test_the_newest_policy_of_a_run_is_taken(run_directory: Path) -> None:

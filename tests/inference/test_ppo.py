@@ -163,6 +163,17 @@ def test_what_cannot_train_is_said_before_anything_compiles(directory_of, llama,
     for policy, reward, config, message in cases:
         with pytest.raises(ValueError, match=message):
             rlhf_jax.PPO(policy, reward, config)
+    functions: list[tuple[Any, str]] = [
+        ("my_rewards.py:score", "'my_rewards.py:score' .str.: pass a reward model or the function"),
+        (None, "the reward is None"),
+        (
+            lambda completions: [0.0] * len(completions),
+            "^the reward function <lambda> does not take prompts, completion_ids: .* in ..columns",
+        ),
+    ]
+    for function, message in functions:
+        with pytest.raises(ValueError, match=message):
+            rlhf_jax.PPO(llama, function, CONFIG)
     wide = rlhf_jax.load(directory_of("llama"), mesh="4x1")
     with pytest.raises(ValueError, match="over 4 devices, the config gives parts of 2 rows"):
         rlhf_jax.PPO(wide, Judge(), replace(CONFIG, minibatch_size=2))

@@ -3,10 +3,14 @@
 import json
 import re
 
+import jax
 import numpy as np
 import pytest
 
 import rlhf_jax
+from rlhf_jax.cli.deepspeed_names import VALUES
+from rlhf_jax.inference import session
+from rlhf_jax.inference.dtypes import SHORT
 
 PROMPTS = ["w10 w11 w12", "w40", [1, 60, 61, 62, 63, 64]]
 
@@ -96,6 +100,36 @@ def test_what_is_saved_loads_again(llama, tmp_path) -> None:
     tokens = [[1, 10, 11, 12]]
     np.testing.assert_array_equal(again.logits(tokens), llama.logits(tokens))
     assert again.stop_ids == llama.stop_ids
+
+
+def test_short_names_of_dtypes_are_those_of_training(llama, directory_of, tmp_path) -> None:
+    assert VALUES["dtype"] == SHORT
+    short = rlhf_jax.load(directory_of("llama"), mesh="1x1", dtype="bf16")
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(short.params)} == {"bfloat16"}
+    short.save_hf(tmp_path / "own")
+    llama.save_hf(tmp_path / "asked", dtype="bf16")
+    names = {
+        json.loads((tmp_path / n / "config.json").read_text())["dtype"] for n in ("own", "asked")
+    }
+    assert names == {"bfloat16"}
+
+
+def test_where_and_how_a_model_cannot_be_saved_is_explained(llama, tmp_path) -> None:
+    (tmp_path / "notes.md").write_text("mine")
+    for target in (tmp_path / "notes.md", tmp_path / "notes.md" / "model"):
+        with pytest.raises(ValueError, match=r"cannot be a directory, \S*notes.md is a file"):
+            llama.save_hf(target)
+    with pytest.raises(ValueError, match="dtype='int8' is not supported: use float32, float16, bf"):
+        llama.save_hf(tmp_path / "model", dtype="int8")
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.md"]
+
+
+def test_a_call_has_a_limit_of_prompts(llama, monkeypatch) -> None:
+    """Beyond it two samples would have one number, and the same random numbers."""
+    monkeypatch.setattr(session, "MAX_PROMPTS", 2)
+    assert len(llama.generate(PROMPTS[:2], max_new_tokens=1)) == 2
+    with pytest.raises(ValueError, match="got 3 prompts, one call takes at most 2"):
+        llama.generate(PROMPTS, max_new_tokens=1)
 
 
 def test_scores_equal_those_of_transformers(scorer, numbers, tolerance) -> None:

@@ -101,6 +101,10 @@ def test_a_mesh_changes_nothing(llama, directory_of) -> None:
 def test_what_does_not_fit_is_explained(llama, scorer, sampled) -> None:
     with pytest.raises(ValueError, match="has 45 tokens, it must have 1 to 44"):
         next(sampled.tokens([5] * 45))
+    with pytest.raises(ValueError, match="got the text 'w10 w11', a streamer takes token ids"):
+        sampled.answer("w10 w11")
+    with pytest.raises(ValueError, match="the prompt has token id 90, the model's vocabulary is"):
+        sampled.answer([1, 90])
     with pytest.raises(ValueError, match="context=64 must hold a prompt beside max_new_tokens=64"):
         llama.streamer(max_new_tokens=64)
     with pytest.raises(ValueError, match="is a reward model, it gives no answers"):

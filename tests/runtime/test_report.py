@@ -281,3 +281,12 @@ def test_the_command_names_a_directory_without_a_run(
     (run / "metrics.jsonl").write_text("{nonsense\n{}\n")
     assert report.main([str(run)]) == 1
     assert "line 1 is no JSON" in capsys.readouterr().err
+
+
+def test_the_command_takes_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path)
+    assert report.main([str(run), "runs/other"]) == 2
+    error = capsys.readouterr().err
+    assert "runs/other: the report takes the directory of one run" in error
+    assert "rlhf_jax.evaluate compare A B" in error
+    assert not (run / "report.html").exists()

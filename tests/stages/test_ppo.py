@@ -102,6 +102,7 @@ def test_the_order_is_drawn_from_seed_step_and_epoch() -> None:
         ({"batch_size": 8, "minibatch_size": 3}, "minibatch_size=3 must divide batch_size=8"),
         ({"batch_size": 8, "generation_batches": 2, "minibatch_size": 16}, "=16 must divide"),
         ({"batch_size": 8, "gradient_accumulation_steps": 3}, "=3 does not divide minibatch_size"),
+        ({"batch_size": "32"}, "batch_size must be a number, got '32'"),
         ({"ppo_epochs": 0}, "ppo_epochs must be at least 1, got 0"),
         ({"clip_range": -0.1}, "clip_range must be at least 0"),
         (

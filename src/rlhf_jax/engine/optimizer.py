@@ -26,8 +26,9 @@ class OptimizerConfig:
     moments are rounded stochastically.
 
     The rate rises linearly over `warmup_steps`, then stays (`constant`) or falls towards
-    `final_fraction` of itself, where the step behind the last one would be: along a line, half a cosine, `num_cycles` of them
-    that each start at the full rate, or a line to the `power` (`polynomial`).
+    `final_fraction` of itself, where the step behind the last one would be: along a line, half a
+    cosine, `num_cycles` of them that each start at the full rate, or a line to the `power`
+    (`polynomial`).
     """
 
     learning_rate: float

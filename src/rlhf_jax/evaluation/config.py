@@ -1,11 +1,12 @@
 """What `python -m rlhf_jax.evaluate` takes: one dataclass for each of its commands."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
 from rlhf_jax.data.tokenize import Overlong
+from rlhf_jax.inference.dtypes import LoadDtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,7 @@ class Common:
     """Rows that run at once, about."""
     mesh: str | None = None
     """FxT, such as 1x1 or 2x4; by default all visible devices."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: LoadDtype = "float32"
     """What the weights are held in."""
 
     def __post_init__(self) -> None:

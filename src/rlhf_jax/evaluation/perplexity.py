@@ -87,10 +87,7 @@ def text_windows(
 ) -> tuple[list[Window], dict[str, Any]]:
     """Windows over every document, and how they were made."""
     encoder = Encoder(model.tokenizer)
-    positions = model.config.max_positions
-    size = cfg.window or min(positions, LONGEST_WINDOW)
-    if size > positions:
-        raise ValueError(f"--window={size} is more than the model's {positions} positions")
+    size = window_size(model, cfg, LONGEST_WINDOW)
     # Without a token in front the first one of a window has no prediction: it repeats one.
     overlap = max(cfg.overlap, 0 if encoder.prefix else 1)
     if overlap + len(encoder.prefix) >= size:
@@ -101,6 +98,14 @@ def text_windows(
     ]
     facts = {"counted": "text", "documents": len(documents), "window": size, "overlap": overlap}
     return windows, facts
+
+
+def window_size(model: Model, cfg: Perplexity, usual: int) -> int:
+    """`--window`, or what is usual; ValueError where the model has fewer positions than asked."""
+    positions = model.config.max_positions
+    if (cfg.window or 0) > positions:
+        raise ValueError(f"--window={cfg.window} is more than the model's {positions} positions")
+    return cfg.window or min(positions, usual)
 
 
 def cut(ids: Sequence[int], prefix: Sequence[int], size: int, overlap: int) -> Iterator[Window]:
@@ -121,8 +126,7 @@ def answer_windows(
     model: Model, examples: Sequence[Example], cfg: Perplexity
 ) -> tuple[list[Window], dict[str, Any]]:
     """Rows of prompt and answer, as step 1 reads them: the answer and its end are counted."""
-    positions = model.config.max_positions
-    size = min(cfg.window or positions, positions)
+    size = window_size(model, cfg, model.config.max_positions)
     rows, report = tokenize_sft(
         examples,
         model.tokenizer,

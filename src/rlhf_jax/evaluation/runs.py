@@ -22,8 +22,9 @@ from rlhf_jax.evaluation.perplexity import evaluate_perplexity
 from rlhf_jax.evaluation.statistics import bootstrap
 from rlhf_jax.hf.pretrained import find_pretrained
 from rlhf_jax.inference.answers import Generation
+from rlhf_jax.inference.dtypes import LoadDtype
 from rlhf_jax.inference.places import is_model
-from rlhf_jax.inference.session import LoadDtype, Model, load
+from rlhf_jax.inference.session import Model, load
 from rlhf_jax.runtime.report.reading import RunRecord, read_run
 from rlhf_jax.stages.config import TrainConfig
 from rlhf_jax.stages.reward_calls import call, weighted_sum

@@ -23,8 +23,11 @@ def show_compare(report: dict[str, Any], shown: int) -> None:
         )
     console.print(table)
     facts = Table("", *names)
-    for key, name in (("mean_tokens", "tokens an answer"), ("ended", "ended by itself")):
-        facts.add_row(name, *(f"{report[side][key]:.3g}" for side in ("baseline", "model")))
+    for key, name, form in (
+        ("mean_tokens", "tokens an answer", ".3g"),
+        ("ended", "ended by itself", ".3f"),
+    ):
+        facts.add_row(name, *(f"{report[side][key]:{form}}" for side in ("baseline", "model")))
     if "scores" in report:
         scores = report["scores"]
         facts.add_row("mean score", *(f"{scores[f'{s}_mean']:.3f}" for s in ("baseline", "model")))

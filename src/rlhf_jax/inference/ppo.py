@@ -29,7 +29,8 @@ from rlhf_jax.models.params import (
 from rlhf_jax.stages.ppo import Companions, Programs, means
 from rlhf_jax.stages.ppo_config import PPOConfig
 from rlhf_jax.stages.ppo_rows import RowPacking, Scored, minibatches
-from rlhf_jax.stages.reward_functions import RewardFunction
+from rlhf_jax.stages.reward_calls import shown
+from rlhf_jax.stages.reward_functions import GIVEN, RewardFunction, check_takes
 from rlhf_jax.stages.reward_plan import RewardPlan, token_difference
 from rlhf_jax.stages.roles import Cast, Roles
 from rlhf_jax.stages.scores import HostScorer
@@ -72,7 +73,7 @@ class PPO:
 
         Raises:
             ValueError: models that do not belong together, a batch that does not divide over the
-                mesh, settings that only a whole run has.
+                mesh, settings that only a whole run has, a function that cannot be called so.
         """
         check_settings(config)
         judge = reward if isinstance(reward, Model) else None
@@ -221,8 +222,21 @@ def headed(params: Params[jax.Array]) -> ScalarModel[jax.Array]:
 
 
 def as_reward_function(function: Callable[..., Any]) -> RewardFunction:
-    """A Python function as one that --ppo.reward-fn names."""
+    """A Python function as one that --ppo.reward-fn names; ValueError where it cannot be called
+    with the keywords of one.
+    """
+    if not callable(function):
+        raise ValueError(
+            f"the reward is {shown(function)}: pass a reward model or the function itself. "
+            "`from my_rewards import score` gets it, or "
+            "`rlhf_jax.stages.reward_functions.load_function('my_rewards.py:score')`"
+        )
     name = getattr(function, "__name__", type(function).__name__)
+    try:
+        check_takes(name, function, GIVEN)
+    except ValueError as error:  # here nobody gave the flag that it names
+        message = str(error).removeprefix("--ppo.reward-fn=")
+        raise ValueError(f"the reward function {message}") from error
     return RewardFunction(name, name, 1.0, function)
 
 

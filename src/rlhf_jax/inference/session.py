@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from rlhf_jax.engine.sampling import SamplingConfig
 from rlhf_jax.hf.export import DtypeName, save_hf, save_reward_hf
 from rlhf_jax.hf.pretrained import Pretrained, find_pretrained
 from rlhf_jax.inference.answers import Generation, read_answers
+from rlhf_jax.inference.dtypes import LoadDtype, full_dtype
 from rlhf_jax.inference.places import find_policy
 from rlhf_jax.inference.programs import RowPrograms
 from rlhf_jax.inference.room import rows_that_fit
@@ -39,7 +40,6 @@ from rlhf_jax.inference.streaming import Streamer
 from rlhf_jax.models.params import Params, ScalarModel, generate_layout, store_layout
 from rlhf_jax.runtime.compilation import keep_compiled_programs
 
-LoadDtype = Literal["float32", "bfloat16"]
 BATCH_SIZE = 32
 TURNS = 32
 """Prompts that one call of the program answers, for each that it answers at once."""
@@ -65,8 +65,7 @@ def load(
     Raises:
         ValueError, FileNotFoundError: there is no such model, or it does not fit the mesh.
     """
-    if dtype not in get_args(LoadDtype):
-        raise ValueError(f"dtype={dtype!r} is not supported: use 'float32' or 'bfloat16'")
+    dtype = full_dtype(dtype)
     name = find_policy(str(name))
     source = find_pretrained(name)
     if source.is_scalar:  # it has no unembedding, whatever the config says of the language model's
@@ -105,7 +104,7 @@ class Model:
         self._encoder = Encoder(source.tokenizer)
         self.stop_ids = source.cfg.stop_ids
         self.source = source
-        self._dtype: LoadDtype = dtype
+        self._dtype = full_dtype(dtype)
         store = store_layout(source.cfg, mesh)
         read = source.scalar_model if source.is_scalar else source.params
         with jax.set_mesh(mesh):
@@ -156,7 +155,7 @@ class Model:
 
         Raises:
             ValueError: an empty prompt, ids outside the vocabulary, prompt and answer longer
-                than the model's positions, a reward model.
+                than the model's positions, more than `MAX_PROMPTS` prompts, a reward model.
         """
         params = self._language_params("answers")
         sampling = SamplingConfig(
@@ -289,9 +288,15 @@ class Model:
         return list(self._programs.scores(self.params, rows, batch_size)) if rows else []
 
     def save_hf(self, directory: str | Path, *, dtype: DtypeName | None = None) -> None:
-        """A Hugging Face directory that `load` and transformers read; in the model's own dtype."""
-        saved: DtypeName = dtype or self._dtype
+        """A Hugging Face directory that `load` and transformers read; in the model's own dtype.
+
+        Raises:
+            ValueError: `directory` is a file or in one, an unknown dtype, or one that does not
+                hold a value.
+        """
+        saved: DtypeName = full_dtype(dtype or self._dtype, get_args(DtypeName))
         target, config = Path(directory), self.source.source_config
+        check_directory(target)
         if isinstance(self.params, ScalarModel):
             save_reward_hf(target, self.params, self.config, saved, self.tokenizer, config)
         else:
@@ -332,8 +337,19 @@ def check_counts(num_samples: int, batch_size: int) -> None:
         )
 
 
+def check_directory(target: Path) -> None:
+    """ValueError where a directory cannot be made, because a file is there."""
+    there = next(path for path in (target, *target.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ValueError(f"{target} cannot be a directory, {there} is a file: name another one")
+
+
 def samples_of(rows: Sequence[np.ndarray], num_samples: int) -> list[PromptRow]:
     """Each prompt `num_samples` times, side by side, every one with an id of its own."""
+    if len(rows) > MAX_PROMPTS:
+        raise ValueError(
+            f"got {len(rows)} prompts, one call takes at most {MAX_PROMPTS}: make several calls"
+        )
     return [
         PromptRow(row, sample * MAX_PROMPTS + number, "")
         for number, row in enumerate(rows)

@@ -17,6 +17,7 @@ from rlhf_jax.engine.generate import Decoding, LoopState, decode_until, for_deco
 from rlhf_jax.engine.hybrid import HybridEngine
 from rlhf_jax.engine.sampling import SamplingConfig
 from rlhf_jax.inference.pieces import text_pieces
+from rlhf_jax.inference.rows import check_ids
 from rlhf_jax.models.cache import CACHE_AXES, KVCache
 from rlhf_jax.models.chunk import feed
 from rlhf_jax.models.params import Params
@@ -66,8 +67,8 @@ class Streamer:
 
     def answer(self, prompt: Sequence[int], *, seed: int = 0) -> Generator[str]:
         """The answer's text as it comes: without stop token, no character in halves."""
-        stop_ids = self._engine.stop_ids
-        return text_pieces(self._tokenizer, prompt, self.tokens(prompt, seed=seed), stop_ids)
+        ids, stop_ids = self._checked(prompt), self._engine.stop_ids
+        return text_pieces(self._tokenizer, ids, self.tokens(ids, seed=seed), stop_ids)
 
     def tokens(self, prompt: Sequence[int], *, seed: int = 0) -> Generator[list[int]]:
         """The answer's tokens as they come, up to `TOKENS_A_CALL` at a time, the stop token last.
@@ -75,14 +76,10 @@ class Streamer:
         Whoever stops iterating (`close` the iterator) stops the answer.
 
         Raises:
-            ValueError: an empty prompt, or one with more than `room` tokens.
+            ValueError: a text, an empty prompt, one with more than `room` tokens, or ids outside
+                the vocabulary.
         """
-        ids = list(prompt)
-        if not 0 < len(ids) <= self.room:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens, it must have 1 to {self.room}: the context "
-                f"also holds an answer of up to {self._sampling.max_new_tokens}"
-            )
+        ids = self._checked(prompt)
         state, produced = self._read(ids), []
         rows, key = self._rows(ids), jax.random.key(seed)
         limit = self._sampling.max_new_tokens
@@ -101,6 +98,19 @@ class Streamer:
             # The last token was sampled and not read; a program that was cut off took its cache.
             self._cached = (ids + produced)[:-1]
             self._cache = None if state.cache.keys[0].is_deleted() else state.cache
+
+    def _checked(self, prompt: Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            raise ValueError(
+                f"got the text {prompt[:20]!r}, a streamer takes token ids: "
+                "model.tokenizer.encode(text) gives them"
+            )
+        if not 0 < len(prompt) <= self.room:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens, it must have 1 to {self.room}: the context "
+                f"also holds an answer of up to {self._sampling.max_new_tokens}"
+            )
+        return check_ids(prompt, self._engine.cfg.vocab_size, "the prompt").tolist()
 
     def _read(self, ids: list[int]) -> LoopState:
         """All of a prompt but its last token into the cache; what is there already stays."""

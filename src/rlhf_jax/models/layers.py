@@ -135,7 +135,7 @@ look_up.defvjp(_look_up_fwd, _look_up_bwd)
 
 def embed_tokens(params: Params[jax.Array], tokens: jax.Array, layout: Layout) -> jax.Array:
     """Rows of the embedding, `[B, ...]` to `[B, ..., D]`."""
-    x = look_up(params.embed_VW, tokens, layout)
+    x: jax.Array = look_up(params.embed_VW, tokens, layout)
     if params.project_in_DW is not None:
         x = project_up(x, params.project_in_DW, None)
     return x

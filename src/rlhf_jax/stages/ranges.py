@@ -2,9 +2,11 @@
 
 
 def check_at_least(owner: object, minimum: float, *names: str) -> None:
-    """ValueError naming the first of these fields below `minimum` (None passes)."""
+    """ValueError naming the first of these fields below `minimum` or no number (None passes)."""
     for name in names:
         value = getattr(owner, name)
+        if value is not None and not isinstance(value, int | float):
+            raise ValueError(f"{name} must be a number, got {value!r}")
         if value is not None and value < minimum:
             raise ValueError(f"{name} must be at least {minimum}, got {value}")
 
