@@ -44,6 +44,7 @@ def test_naming_only_the_actor_says_which_reward_model_is_taken() -> None:
         ("--step 1 --per_device_train_batch_size 8 --gradient_accumulation_steps 2", "sft", 128),
         ("--step 2 --per-device-train-batch-size 4", "reward", 32),
         ("--step 3 --per_device_generation_batch_size 4", "ppo", 32),
+        ("--step 3 --per_device_train_batch_size 4", "ppo", 32),
     ],
 )
 def test_rows_per_device_are_multiplied_by_the_mesh(flags: str, field: str, rows: int) -> None:
@@ -59,6 +60,18 @@ def test_rows_per_training_step_of_ppo() -> None:
     flags = "--mesh=4x1 --per_device_generation_batch_size 8 --per_device_training_batch_size 4"
     config = parse(flags.split())
     assert (config.ppo.batch_size, config.ppo.minibatch_size) == (32, 16)
+
+
+def test_the_names_of_older_scripts() -> None:
+    flags = "--step 3 --mesh=4x1 --per_device_train_batch_size 8 --generation_batch_numbers 2"
+    config, notes = resolve(
+        [*flags.split(), "--per_device_mini_train_batch_size=4", "--disable_actor_dropout"]
+    )
+    assert (config.ppo.batch_size, config.ppo.minibatch_size) == (32, 16)
+    assert config.ppo.generation_batches == 2
+    assert "--disable_actor_dropout is not needed: dropout is never applied" in notes[0]
+    with pytest.raises(ValueError, match="both set --ppo.batch-size"):
+        resolve([*flags.split(), "--per_device_generation_batch_size=8"])
 
 
 def test_rows_per_device_need_the_mesh() -> None:

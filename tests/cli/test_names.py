@@ -1,5 +1,6 @@
 """Names on the command line: each one sets exactly one field, or says why it cannot."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,10 @@ import pytest
 from rlhf_jax.cli import parse
 from rlhf_jax.cli.fields import config_fields, flag_of
 from rlhf_jax.cli.parse import resolve
-from rlhf_jax.cli.peer_names import PEER_NAMES
+from rlhf_jax.cli.peer_names import NO_COUNTERPART, PEER_NAMES
 from rlhf_jax.stages.config import TrainConfig
+
+DOCS = Path(__file__).parents[2] / "docs" / "flags.md"
 
 
 def values(config: TrainConfig) -> dict[str, object]:
@@ -45,8 +48,7 @@ def changed(*argv: str) -> dict[str, object]:
             "--actor-gradient-checkpointing --critic_gradient_checkpointing",
             {"ppo.remat": "full"},
         ),
-        ("--seed=-1", {"seed": -1}),
-        ("--seed -1", {"seed": -1}),
+        ("--seed 4294967295", {"seed": 2**32 - 1}),
         ("--sft.lora.dim=8", {"sft.lora.dim": 8}),
         ("--step 1 --lora.dim 8", {"step": (1,), "sft.lora.dim": 8}),
         ("--sft.lora.modules q_proj layers.0.", {"sft.lora.modules": ("q_proj", "layers.0.")}),
@@ -87,6 +89,10 @@ def test_every_field_is_a_flag_in_both_spellings(path: str) -> None:
         ("--seed", "--seed takes one value, got none"),
         ("--seed 1 2", "--seed takes one value, got 2"),
         ("--seed x", "--seed must be int, got 'x'"),
+        ("--seed=-1", "--seed must be from 0 to 4294967295 (2^32 - 1), got -1"),
+        ("--seed -1", "got -1"),
+        ("--seed 4294967296", "got 4294967296"),
+        ("--recipe foo", "unknown recipe 'foo': there are quickstart, opt"),
         ("--ppo.target-kl x", "--ppo.target-kl must be float | None, got 'x'"),
         ("--dtype float8", "--dtype must be bfloat16|float32, got 'float8'"),
         ("--resume maybe", "--resume is a switch"),
@@ -105,6 +111,10 @@ def test_every_field_is_a_flag_in_both_spellings(path: str) -> None:
         ("--reward-fn --seed 1", "--reward-fn takes one value or more"),
         ("--data-path none", "data_path is empty"),
         ("--lr 1", "did you mean --learning-rate?"),
+        ("--save_steps 5", "did you mean --save-interval?"),
+        ("--checkpoint-interval 5", "did you mean --save-interval?"),
+        ("--loss_type ipo", "unknown flag --loss_type: step dpo has the sigmoid loss"),
+        ("--ppo.stop-token eos", "answers end in the EOS that the model's tokenizer names"),
         ("--lora_r 4", "did you mean --lora.dim?"),
         ("--use-peft", "did you mean --lora.dim?"),
         ("--sft.lora.rank 4", "did you mean --sft.lora.dim?"),
@@ -163,6 +173,21 @@ def test_what_is_not_needed_is_accepted_with_a_note() -> None:
     assert "fully sharded" in notes[-1]
 
 
+@pytest.mark.parametrize("name", sorted(NO_COUNTERPART))
+def test_a_name_for_what_is_no_setting_says_what_holds(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^unknown flag --{name}: {NO_COUNTERPART[name]}$"):
+        parse([f"--{name}", "1"])
+
+
+def test_the_table_of_trls_names_is_what_the_command_line_answers() -> None:
+    section = DOCS.read_text().partition("## Coming from TRL\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`--.*`) \| `--(\S+)`", section, re.MULTILINE)
+    assert len(rows) > 10
+    for theirs, ours in rows:
+        for name in re.findall(r"`--(\w+)`", theirs):
+            assert flag_of(PEER_NAMES[name]) == f"--{ours}", name
+
+
 @pytest.mark.parametrize("name", sorted(PEER_NAMES))
 def test_another_librarys_name_is_unknown_here_and_leads_to_one_that_is_known(name: str) -> None:
     with pytest.raises(ValueError, match=f"unknown flag --{name}: did you mean --") as caught:
@@ -199,6 +224,20 @@ def test_another_librarys_name_is_unknown_here_and_leads_to_one_that_is_known(na
             "--step 3 --reward-fn a:b --ppo.reward-model-weight 0 --reward-model 350m",
             ["--reward-model sets nothing: --ppo.reward-model-weight is 0.0"],
         ),
+        (
+            "--step 3 --reward-fn a:b --ppo.reward-model-weight 0 --critic-from reward_model "
+            "--standardize-score",
+            [
+                "--critic-from sets nothing: --ppo.reward-model-weight is 0.0",
+                "--standardize-score sets nothing: --ppo.reward-model-weight is 0.0",
+            ],
+        ),
+        (
+            "--step 3 --reward-fn a:b --ppo.reward-model-weight 0 --critic-from actor "
+            "--no-standardize-score",
+            [],
+        ),
+        ("--step 3 --critic-from reward_model --standardize-score", []),
         ("--sft.lora.only --sft.lora.dim 4", []),
         ("--no-merge-lora", []),
         ("--ema.decay 0.9 --enable-ema", []),

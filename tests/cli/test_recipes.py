@@ -28,7 +28,7 @@ def test_recipe_by_model() -> None:
 def test_unknown_recipe_names_the_nearest() -> None:
     with pytest.raises(ValueError, match="did you mean deepspeed-chat"):
         parse(["--recipe=deepspeed_chat"])
-    with pytest.raises(ValueError, match="There are quickstart, opt"):
+    with pytest.raises(ValueError, match="there are quickstart, opt"):
         parse(["--recipe=zzz"])
 
 

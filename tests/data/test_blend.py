@@ -1,6 +1,7 @@
 """The split among stages against hand-computed cases, and the blend of several sources."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,10 +149,45 @@ def test_without_a_split_every_stage_sees_all_rows_and_max_rows_limits_them(tmp_
 
 
 def test_a_stage_left_without_rows_is_an_error(tmp_path: Path) -> None:
-    path = write_prompts(tmp_path / "a.jsonl", "a", 20)
-    config = DataConfig(data_path=(path,), data_split="10,0,0")
-    with pytest.raises(ValueError, match="'10,0,0' leaves stage ppo none of the rows"):
-        load_stage_records(config, "ppo", seed=0)
+    path = write_prompts(tmp_path / "a.jsonl", "a", 4)
+    config = DataConfig(data_path=(path,), eval_fraction=0.0)
+    with pytest.raises(ValueError, match="'2,4,4' leaves stage sft none of the rows"):
+        load_stage_records(config, "sft", seed=0)
+
+
+@pytest.mark.parametrize(("data_split", "stage"), [("0,5,5", "sft"), ("10,0,0", "ppo")])
+def test_a_stage_without_a_share_is_an_error(tmp_path: Path, data_split: str, stage: Any) -> None:
+    """Also where rounding gives it a row: 25 rows in `0,5,5` are 1, 12 and 12."""
+    path = write_prompts(tmp_path / "a.jsonl", "a", 25)
+    config = DataConfig(data_path=(path,), data_split=data_split, eval_fraction=0.0)
+    with pytest.raises(ValueError, match=f"--data.data-split={data_split} has a share of 0 for st"):
+        load_stage_records(config, stage, seed=0)
+    if stage == "sft":
+        own = replace(config, sft_only_data_path=(path,))
+        assert len(load_stage_records(own, stage, seed=0).train) >= 25
+
+
+def test_held_out_rows_that_ask_what_train_rows_ask_are_counted(tmp_path: Path) -> None:
+    """Not where the data say what is held out, and not text without prompts."""
+
+    def note(prompts: list[str], **changes: Any) -> str:
+        rows = [{"prompt": prompt, "completion": f" {n}"} for n, prompt in enumerate(prompts)]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        for name in ("train.jsonl", "eval.jsonl"):
+            (tmp_path / name).write_text(text)
+        path = (str(tmp_path / changes.pop("file", "train.jsonl")),)
+        config = DataConfig(data_path=path, data_split="", eval_fraction=0.25)
+        (said,) = load_stage_records(config, "sft", seed=0).notes
+        return said
+
+    twice = [f"p{n // 2}" for n in range(16)]
+    order = np.random.RandomState(0).permutation(16)
+    shared = sum(twice[n] in {twice[m] for m in order[:12]} for n in order[12:])
+    assert shared > 0
+    end = f"; {shared} of 4 held-out rows have a prompt that is among the train rows"
+    assert note(twice).endswith(f"12 train and 4 eval rows{end}")
+    for said in (note([*map(str, range(16))]), note([""] * 16), note(twice, file="")):
+        assert said.endswith(" eval rows")
 
 
 def weighted(tmp_path: Path, **changes: object) -> DataConfig:
@@ -186,7 +222,7 @@ def test_max_rows_of_a_weighted_blend_are_shared_out_by_weight(tmp_path: Path) -
 
 
 def test_a_weighted_source_that_gives_a_stage_nothing_is_an_error(tmp_path: Path) -> None:
-    config = weighted(tmp_path, data_split="0,5,5", sft_only_data_path=(), data_weights=(1, 1))
+    config = weighted(tmp_path, data_split="0,5,5", data_weights=(1, 1, 1))
     with pytest.raises(ValueError, match=r"a\.jsonl: 20 rows.*sft gets 0.*leave it out"):
         load_stage_records(config, "sft", seed=1)
 

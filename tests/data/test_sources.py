@@ -164,11 +164,45 @@ def test_margins_are_read_and_may_be_unknown(tmp_path: Path) -> None:
 
 def test_completions_that_are_labelled_bad_are_no_examples(tmp_path: Path) -> None:
     rows = [{"prompt": "p", "completion": str(n), "label": label} for n, label in
-            enumerate((True, False, 0, None))]  # fmt: skip
+            enumerate((True, False, 0, 1))]  # fmt: skip
     source = load_source(str(write(tmp_path / "a.jsonl", rows)), split="train", stage="sft")
     assert source is not None
-    assert [record.chosen for record in source.records] == ["0", "2", "3"]
-    assert source.dropped == {"label is false": 1}
+    assert [record.chosen for record in source.records] == ["0", "3"]
+    assert source.dropped == {"label is false": 2}
+
+
+@pytest.mark.parametrize("label", ["false", "true", "good", 2, 0.5, None, [0]])
+def test_a_label_that_is_neither_true_nor_false_is_named(tmp_path: Path, label: object) -> None:
+    rows = [{"prompt": "p", "completion": "c", "label": each} for each in (True, label)]
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: column 'label' holds .*, not true or"):
+        load_records(str(write(tmp_path / "a.jsonl", rows)))
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prmpt": "q", "chosen": "a", "rejected": "b"},
+         ", read as chosen+rejected (columns not used: prmpt)"),
+        ({**ROWS[0], "id": 1, "text": "t", "margin": 1},
+         " with margins, read as prompt+chosen+rejected (columns not used: id, text)"),
+        ({**ROWS[0], "margin": 1}, " with margins"),
+        ({"prompt": "p", "completion": "c", "label": True}, ""),
+        (ROWS[0], ""),
+    ],
+)  # fmt: skip
+def test_columns_that_are_not_used_are_said_with_the_shape(
+    tmp_path: Path, row: dict, said: str
+) -> None:
+    for name in ("a.jsonl", "a.parquet"):
+        path = str(write(tmp_path / name, [row]))
+        assert str(load_source(path, split="train", stage="sft")) == f"{path}: 1 rows{said}"
+
+
+def test_columns_are_said_to_be_for_reward_functions_where_those_get_them(tmp_path: Path) -> None:
+    for n, rows in enumerate([[{"prompt": "p", "level": 1}], [{"prompt": "q"}]]):
+        write(tmp_path / f"train-0000{n}-of-00002.jsonl", rows)
+    source = load_source(str(tmp_path), split="train", stage="ppo")
+    assert str(source).endswith(": 2 rows, read as prompt (columns for reward functions: level)")
 
 
 def test_a_single_file_has_no_eval_split(tmp_path: Path) -> None:
@@ -219,8 +253,34 @@ def test_a_folder_without_a_train_file_lists_what_is_there(tmp_path: Path) -> No
 def test_a_file_of_another_kind_names_those_allowed(tmp_path: Path) -> None:
     file = tmp_path / "rows.csv"
     file.write_text("prompt\n")
-    with pytest.raises(ValueError, match=r"rows\.csv.*\.jsonl, \.json, \.parquet"):
+    with pytest.raises(ValueError, match=r"rows\.csv.*\.jsonl, \.json, \.parquet") as error:
         load_records(str(file))
+    assert str(error.value).endswith('Dataset.from_csv("rows.csv").to_json("rows.jsonl")')
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt", "a.jsonl.gz"])
+def test_utf_16_is_called_so(tmp_path: Path, name: str, encoding: str) -> None:
+    """As Windows writes it, with a mark of the byte order."""
+    content = f"\ufeff{json_lines(ROWS)}".encode(encoding)
+    file = tmp_path / name
+    file.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    with pytest.raises(ValueError, match=rf"{name}: this is UTF-16: save it as UTF-8$"):
+        load_records(str(file))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_utf_8_may_begin_with_a_mark_of_the_byte_order(tmp_path: Path, name: str) -> None:
+    file = write(tmp_path / name)
+    file.write_text(f"\ufeff{file.read_text()}", encoding="utf-8")
+    assert load_records(str(file), stage="reward") == RECORDS
+
+
+def test_a_line_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "a.txt"):
+        (tmp_path / name).write_bytes(b'{"text": "a"}\n{"text": "\xfc"}\n')
+        with pytest.raises(ValueError, match=f"{name}, line 2: not UTF-8 text: 'utf-8' codec"):
+            load_records(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", "[]"])

@@ -125,6 +125,30 @@ def test_prompts_are_cut_at_the_front_behind_bos(tokenizer: PreTrainedTokenizerF
     assert (report.kept, report.dropped) == (1, 1)
 
 
+def test_text_that_became_the_end_token_inside_an_answer_is_counted() -> None:
+    """Not at the end of an answer, in a prompt, or where a chat template wrote it."""
+    tokenizer = marking_tokenizer()
+    ends = tokenizer.eos_token_id
+    inside, behind = Record("ab", "a</s>b", "c"), Record("a</s>", "b</s>", "c")
+    templated = Record("ab", "a</s>b</s>", "c", templated=True)
+    for records, count in (([inside, behind], 1), ([behind, templated], 0), ([inside] * 2, 2)):
+        rows, report = tokenize_sft(records, tokenizer, **LIMIT)
+        assert report.ending_within == count
+        assert sum(ends in row.tokens[row.prompt_length : -2] for row in rows) >= count
+    assert str(report) == (
+        "2 rows, 2 of them with text inside an answer that became the end token (training stops "
+        "and goes on behind it)"
+    )
+    other = Record("ab", "c", "a</s>b")
+    equal = Record("ab", "a</s>b", "a</s>b")
+    _, pairs = tokenize_pairs([other, equal, behind], tokenizer, **LIMIT)
+    assert (pairs.kept, pairs.equal, pairs.ending_within) == (2, 1, 1)
+    assert tokenize_prompts([inside, behind], tokenizer, **LIMIT)[1].ending_within == 0
+    stop_ids = [tokenizer.get_vocab()["x"]]
+    _, stops = tokenize_sft([Record("a", "bxc")], tokenizer, **LIMIT, stop_ids=stop_ids)
+    assert stops.ending_within == 1
+
+
 def test_empty_answers_and_prompts_are_counted(tokenizer: PreTrainedTokenizerFast) -> None:
     _, report = tokenize_sft([Record("a", ""), Record("a", "b")], tokenizer, **LIMIT)
     assert report.empty == 1

@@ -132,6 +132,24 @@ def test_a_directory_that_holds_something_is_never_overwritten(fails: Fails, tmp
     assert (out / "thesis.txt").read_text() == "years of work"
 
 
+def test_an_output_directory_that_is_a_file_is_told(fails: Fails, tmp_path) -> None:
+    (tmp_path / "run").write_text("years of work")
+    assert f"error: --output-dir={tmp_path / 'run'}: is a file; name a directory\n" in fails()
+    assert (tmp_path / "run").read_text() == "years of work"
+
+
+def test_a_run_is_no_model_and_says_what_is_inside(fails: Fails, model: Path) -> None:
+    run = model.parent / "earlier"
+    for name in ("actor", "sft"):
+        shutil.copytree(model, run / name)
+    (run / "samples").mkdir()
+    wanted = f"{run} has no config.json and no GGUF file: it is no model. It holds models: use "
+    assert f"{wanted}{run}/actor or {run}/sft\n" in fails(f"--actor-model={run}")
+    file = f"there is no model '{run}/a.md': a file that is no GGUF file ({run}/a.md), and"
+    (run / "a.md").write_text("text")
+    assert file in fails(f"--actor-model={run}/a.md")
+
+
 def test_a_resumed_run_names_the_settings_that_differ(fails: Fails, tmp_path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("seed: 1\nppo:\n  kl_coef: 0.2\nmesh: 4x2\n")

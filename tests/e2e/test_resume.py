@@ -61,6 +61,24 @@ def test_an_interrupted_run_goes_on_to_the_same_losses(
     assert resumed.answers() == unbroken.answers()
 
 
+def test_no_other_run_starts_where_one_writes(small, run, tmp_path, monkeypatch) -> None:
+    cfg = small(tmp_path / "run", {"mesh": "1x1", "step": (1,), "sft.max_steps": 1})
+    log, refused = Run.log, []
+
+    def log_and_start(self, stage, step, metrics):
+        for flag in ("resume", "overwrite_output_dir"):
+            with pytest.raises(ValueError, match="a run is writing"):
+                run(replace(cfg, **{flag: True}))
+            refused.append((step, flag))
+        return log(self, stage, step, metrics)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "log", log_and_start)
+        assert {step for _, step in run(cfg).metrics()} == {0, 1}
+    assert len(refused) == 4
+    run(replace(cfg, overwrite_output_dir=True))
+
+
 def test_a_weighted_blend_goes_on_where_it_stopped_and_a_tracker_gets_each_step_once(
     small, run, interrupted_in, same_metrics, tmp_path
 ) -> None:

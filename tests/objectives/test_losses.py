@@ -17,7 +17,7 @@ from rlhf_jax.objectives.losses import (
     sft_loss,
     value_loss,
 )
-from rlhf_jax.objectives.masked import length_mask
+from rlhf_jax.objectives.masked import length_mask, masked_mean, masked_var
 
 B, R = 4, 5
 MASK = length_mask(jnp.asarray([5, 3, 1, 0]), R)
@@ -173,33 +173,38 @@ def test_explained_variance_of_perfect_constant_and_undefined_values(tolerance):
 
 def whole_batch(parts: list[Any]) -> dict[str, jax.Array]:
     """Metrics of parts `(values, returns, mask)`, averaged by their actions. Log-ratios are a tenth
-    of the values.
+    of the errors.
     """
     total: dict[str, jax.Array] = {}
+    values, returns, mask = (jnp.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    center, returns_var = masked_mean(values - returns, mask) + 0.1, masked_var(returns, mask)
     for values, returns, mask in parts:
         share = mask.sum() / sum(each[2].sum() for each in parts)
-        _, policy = policy_loss(0.1 * values, 0 * values, returns, mask, clip=0.2)
-        _, value = value_loss(values, values, returns, mask, clip=None)
+        log_ratio = 0.1 * (values - returns)
+        _, policy = policy_loss(log_ratio, 0 * values, returns, mask, clip=0.2)
+        _, value = value_loss(values, values, returns, mask, center, clip=None)
         for name, metric in (policy | value).items():
             total[name] = total.get(name, jnp.float32(0.0)) + share * metric
-    return of_whole_batch(total)
+    return of_whole_batch(total, returns_var)
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, B])
 def test_variances_of_parts_are_those_of_the_batch(num_parts: int, tolerance) -> None:
-    """In NumPy; rows have returns of their own, so that a part knows little of the whole."""
-    returns = normal(0, B, R) + 5 * jnp.arange(B)[:, None]
-    values = returns + 0.5 * normal(1, B, R)
+    """In NumPy; rows have returns of their own, so that a part knows little of the whole, and all
+    are far from 0.
+    """
+    returns = 100 + normal(0, B, R) + 5 * jnp.arange(B)[:, None]
+    values = returns - 90 + 0.5 * normal(1, B, R)
     parts = [
         tuple(array[n::num_parts] for array in (values, returns, MASK)) for n in range(num_parts)
     ]
     got = whole_batch(parts)
     kept = np.asarray(MASK, bool)
-    error, whole = (np.asarray(x, np.float64)[kept] for x in (returns - values, returns))
+    error, whole = (np.asarray(x, np.float64)[kept] for x in (values - returns, returns))
     explained = 1 - error.var() / whole.var()
     np.testing.assert_allclose(got["critic/vf_explained_var"], explained, rtol=1e-5)
-    ratio = np.exp(0.1 * np.asarray(values, np.float64))[kept]
-    np.testing.assert_allclose(got["val/ratio_var"], ratio.var(), rtol=1e-4)
+    ratio = np.exp(0.1 * error)
+    np.testing.assert_allclose(got["val/ratio_var"], ratio.var(), rtol=1e-4, atol=1e-6)
     assert not [name for name in got if name.startswith(("mean/", "square/"))]
 
 

@@ -1,6 +1,8 @@
 """Checkpoints: what is saved comes back bit for bit, on any mesh, or the error says why not."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +67,9 @@ def test_a_state_comes_back_on_any_mesh(tmp_path: Path) -> None:
         checkpoints.wait()
         for shape in ((8, 1), (4, 2), (1, 1)):
             target = on_mesh(jax.tree.map(jnp.zeros_like, state), shape)
-            restored, read_meta = checkpoints.restore(7, abstract(target))
+            restored = checkpoints.restore(7, abstract(target))
             assert_same(restored, state)
-            assert read_meta == meta
+            assert checkpoints.meta(7) == meta
             assert restored.master.sharding == target.master.sharding
     assert json.loads((tmp_path / "7" / "meta" / "metadata").read_text()) == meta
 
@@ -80,7 +82,7 @@ def test_an_update_that_donates_does_not_change_what_is_being_saved(tmp_path: Pa
         checkpoints.save(1, state, {})
         state = update(state)
         checkpoints.wait()
-        restored, _ = checkpoints.restore(1, abstract(state))
+        restored = checkpoints.restore(1, abstract(state))
     assert_same(restored, before)
 
 
@@ -104,8 +106,10 @@ def test_the_newest_are_kept_and_a_step_can_be_saved_again(tmp_path: Path) -> No
         assert checkpoints.steps() == [2, 3]
     with Checkpoints(tmp_path, keep=2) as reopened:
         assert reopened.latest_step() == 3
-        restored, meta = reopened.restore(3, tree)
-    assert restored["x"].tolist() == [3, 3]
+        restored, meta = reopened.restore(3, tree), reopened.meta(3)
+        again = reopened.restore(3, tree, free=True)
+    assert restored["x"].tolist() == again["x"].tolist() == [3, 3]
+    assert tree["x"].is_deleted(), "it would lie in memory beside what is read"
     assert meta == {"step": 3}
 
 
@@ -136,6 +140,45 @@ def test_a_tree_that_does_not_match_names_its_leaves(tmp_path: Path) -> None:
     assert "actor.w_ED: wanted float32[4,3], found bfloat16[4,2]" in message
     assert "ema.0: wanted float32[2], not saved" in message
     assert "actor.old: found int32[], not wanted" in message
+
+
+@pytest.mark.parametrize(
+    ("file", "cause"),
+    [
+        ("state/_sharding", "_sharding.*Invalid JSON"),
+        ("state/_METADATA", "Expecting value"),
+        ("state/manifest.ocdbt", "Encoded length .0. is less"),
+        ("meta/metadata", "Expecting value"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_with_the_way_around_it(
+    tmp_path: Path, file: str, cause: str
+) -> None:
+    tree = {"x": jnp.ones(2)}
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (20, 40):
+            checkpoints.save(step, tree, {})
+            checkpoints.wait()
+        for step, way in ((40, "go on from step 20"), (20, "begin the stage anew")):
+            newest = tmp_path / str(step)
+            (newest / file).write_bytes(b"")
+            advice = f"Delete {newest} to {way}$"
+            with pytest.raises(ValueError, match=f"{newest} cannot be read: .*{cause}") as error:
+                _ = checkpoints.meta(step), checkpoints.restore(step, tree)
+            assert re.search(advice, str(error.value))
+            assert "\n" not in str(error.value)
+            shutil.rmtree(newest)
+
+
+def test_damaged_arrays_are_told_in_a_line(tmp_path: Path) -> None:
+    tree = {"x": jax.random.normal(jax.random.key(0), (64, 64))}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, tree, {})
+        checkpoints.wait()
+        for file in (tmp_path / "1" / "state" / "ocdbt.process_0" / "d").iterdir():
+            file.write_bytes(b"")
+        with pytest.raises(ValueError, match=r"cannot be read: .* not valid for value of size 0"):
+            checkpoints.restore(1, tree)
 
 
 def test_keep_must_be_positive(tmp_path: Path) -> None:

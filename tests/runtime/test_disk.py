@@ -141,8 +141,8 @@ def test_the_last_good_checkpoint_survives_a_disk_that_fills_up(
     (small_disk / "other").unlink()
     with Checkpoints(directory, keep) as found:
         assert found.latest_step() == 1
-        restored, meta = found.restore(1, tree)
-        assert meta == {"step": 1}
+        restored = found.restore(1, tree)
+        assert found.meta(1) == {"step": 1}
         assert (restored["w_ED"] == tree["w_ED"]).all()
         found.save(2, tree, {"step": 2})
         found.wait()

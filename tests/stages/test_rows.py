@@ -86,7 +86,7 @@ def said(
 
 def test_few_steps_and_a_batch_larger_than_the_rows_are_told(model: Pretrained) -> None:
     cfg = quickstart()
-    plain = replace(cfg, reward=replace(cfg.reward, max_steps=None))
+    plain = replace(cfg, reward=replace(cfg.reward, max_steps=None, num_warmup_steps=0))
     assert said(plain, model, "reward", 11) == (
         "reward: 11 rows in batches of 64 make 1 step: lower --reward.batch-size or raise "
         "--reward.num-train-epochs"
@@ -97,6 +97,21 @@ def test_few_steps_and_a_batch_larger_than_the_rows_are_told(model: Pretrained) 
         "sft: a batch of 64 is larger than the 63 rows: lower --sft.batch-size"
     )
     assert said(cfg, model, "sft", 64) == ""
+
+
+def test_a_warm_up_longer_than_the_stage_is_told(model: Pretrained) -> None:
+    """Of PPO the updates count: 2 iterations of 4 minibatches, twice."""
+    cfg = quickstart()
+    sft = replace(cfg.sft, num_warmup_steps=1000, max_steps=2)
+    assert said(replace(cfg, sft=sft), model, "sft", 640) == (
+        "sft: --sft.num-warmup-steps=1000 is no less than its 2 optimizer steps: the learning rate "
+        "only rises, to 0.2% of what is set: lower it"
+    )
+    short = {"num_warmup_steps": 16, "minibatch_size": 16, "ppo_epochs": 2, "max_steps": 2}
+    ppo = replace(cfg.ppo, **short)
+    assert "its 16 optimizer steps" in said(replace(cfg, ppo=ppo), model, "ppo", 640)
+    more = replace(cfg.ppo, **short | {"num_warmup_steps": 15})
+    assert said(replace(cfg, ppo=more), model, "ppo", 640, 0) == ""
 
 
 def test_held_out_rows_that_are_not_evaluated_are_counted(model: Pretrained) -> None:
@@ -163,8 +178,31 @@ def test_no_train_row_left_names_the_flag(tmp_path: Path, model: Pretrained) -> 
     cfg = config(tmp_path, LONG, SHORT)
     with pytest.raises(ValueError, match=r"sft: of 4 train rows none is left.*: 0 rows, 4 dropped"):
         read_rows(cfg, "sft", model, tokenize_sft)
-    with pytest.raises(ValueError, match=r"Raise --ppo\.max-prompt-seq-len=40, use --data\.overl"):
+    ways = r"Raise --ppo\.max-prompt-seq-len=40, or use --data\.overlong=cut, or give other data"
+    with pytest.raises(ValueError, match=ways):
         read_rows(cfg, "ppo", model, tokenize_prompts)
+
+
+def test_where_no_train_row_is_left_the_advice_follows_the_reasons(
+    tmp_path: Path, model: Pretrained
+) -> None:
+    def advice(rows: list[dict[str, str]], stage: StageName, overlong: str = "drop") -> str:
+        cfg = config(tmp_path, rows, [])
+        cfg = replace(cfg, data=replace(cfg.data, overlong=overlong))
+        with pytest.raises(ValueError, match="none is left after tokenising") as error:
+            read_rows(cfg, stage, model, TOKENIZE[stage])
+        return str(error.value).split("). ")[-1]
+
+    empty = [{"prompt": "", "chosen": "", "rejected": "b"}]
+    equal = [{"prompt": "p", "chosen": "a", "rejected": "a"}]
+    raise_it = "aise --reward.max-seq-len=52, or "
+    assert advice(empty, "ppo") == "Fill in prompts that are empty, or give other data"
+    assert advice(empty, "sft") == "Fill in answers that are empty, or give other data"
+    assert advice(equal, "reward") == "Give other data"
+    assert advice(equal, "reward", "cut") == f"R{raise_it}give other data"
+    assert advice([*LONG, *empty], "reward") == (
+        f"R{raise_it}use --data.overlong=cut, or fill in answers that are empty, or give other data"
+    )
 
 
 def test_an_empty_stage_is_found_before_the_first_one_runs(

@@ -1,6 +1,8 @@
 """Keys, intervals and what a resumed run may change."""
 
+import errno
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +14,18 @@ from meshes.layout import parse_mesh
 from rlhf_jax.cli import to_yaml
 from rlhf_jax.stages.config import TrainConfig
 from rlhf_jax.stages.ppo_config import PPOConfig
-from rlhf_jax.stages.run import Run, check_same_settings, flatten, prepare_directory
+from rlhf_jax.stages.run import Run, check_same_settings, flatten, prepared_directory
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     return Run(TrainConfig(output_dir=str(tmp_path)), parse_mesh("1x1"), 1)
+
+
+def prepare(cfg: TrainConfig) -> None:
+    """As a run does that ends at once."""
+    with prepared_directory(cfg, to_yaml(cfg)):
+        pass
 
 
 def saved(cfg: TrainConfig) -> dict[str, object]:
@@ -65,7 +73,7 @@ def test_overwriting_never_deletes_what_the_run_reads(tmp_path: Path) -> None:
         output_dir=str(tmp_path / "run"), actor_model=str(model), overwrite_output_dir=True
     )
     with pytest.raises(ValueError, match="would delete .*sft, which this run reads"):
-        prepare_directory(cfg, "seed: 2\n")
+        prepare(cfg)
     assert model.is_dir()
 
 
@@ -102,17 +110,77 @@ def test_a_resumed_config_is_saved_as_one_that_starts(tmp_path: Path) -> None:
     file = tmp_path / "run" / "config.yaml"
     for flags in ({}, {"overwrite_output_dir": True}, {"resume": True}):
         again = replace(cfg, **flags)
-        prepare_directory(again, to_yaml(again))
+        prepare(again)
         assert file.read_text() == to_yaml(cfg)
 
 
 def test_overwriting_deletes_what_the_earlier_run_left(tmp_path: Path) -> None:
     cfg = TrainConfig(output_dir=str(tmp_path))
-    prepare_directory(cfg, to_yaml(cfg))
+    prepare(cfg)
     (tmp_path / "metrics.jsonl").write_text("old")
     with pytest.raises(ValueError, match="holds another run"):
-        prepare_directory(cfg, to_yaml(cfg))
+        prepare(cfg)
     assert (tmp_path / "metrics.jsonl").exists()
     again = replace(cfg, overwrite_output_dir=True)
-    prepare_directory(again, to_yaml(again))
+    prepare(again)
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_nothing_starts_in_the_directory_of_a_run_that_writes(tmp_path: Path) -> None:
+    cfg = TrainConfig(output_dir=str(tmp_path / "run"))
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    ways = [
+        replace(cfg, **flags) for flags in ({}, {"resume": True}, {"overwrite_output_dir": True})
+    ]
+    with prepared_directory(cfg, to_yaml(cfg)):
+        metrics.write_text("live")
+        for other in ways:
+            with pytest.raises(ValueError, match=f"a run is writing .*process {os.getpid()} on"):
+                prepare(other)
+        assert metrics.read_text() == "live"
+    with pytest.raises(ValueError, match="holds another run"):
+        prepare(cfg)
+    for other in ways[1:]:
+        prepare(other)
+
+
+def test_overwriting_keeps_others_out_too(tmp_path: Path) -> None:
+    """The lock is not deleted with the rest."""
+    cfg = TrainConfig(output_dir=str(tmp_path / "run"), overwrite_output_dir=True)
+    prepare(cfg)
+    (tmp_path / "run" / "sft").mkdir()
+    with prepared_directory(cfg, to_yaml(cfg)):
+        assert not (tmp_path / "run" / "sft").exists()
+        with pytest.raises(ValueError, match="a run is writing"):
+            prepare(cfg)
+
+
+def test_a_lock_alone_makes_no_run_and_foreign_files_get_none(tmp_path: Path) -> None:
+    cfg = TrainConfig(output_dir=str(tmp_path / "run"))
+    prepare(cfg)
+    (tmp_path / "run" / "config.yaml").unlink()
+    prepare(cfg)
+    foreign = TrainConfig(output_dir=str(tmp_path), overwrite_output_dir=True)
+    with pytest.raises(ValueError, match="holds files of something else"):
+        prepare(foreign)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_an_output_directory_that_cannot_be_is_told_with_its_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "README.md"
+    file.write_text("text")
+    for resume in (False, True):
+        with pytest.raises(ValueError, match=f"^--output-dir={file}: is a file; name a directory$"):
+            prepare(TrainConfig(output_dir=str(file), resume=resume))
+    with pytest.raises(OSError, match=rf"^--output-dir={file}/x cannot be written: Not a dir"):
+        prepare(TrainConfig(output_dir=str(file / "x")))
+
+    def read_only(self: Path, **flags: bool) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
+
+    monkeypatch.setattr(Path, "mkdir", read_only)
+    message = "cannot be written: Read-only file system; choose another --output-dir$"
+    with pytest.raises(OSError, match=message):
+        prepare(TrainConfig(output_dir=str(tmp_path / "run")))

@@ -171,7 +171,7 @@ def test_a_checkpoint_holds_what_trains_and_is_read_back(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state, {})
         checkpoints.wait()
-        found, _ = checkpoints.restore(1, fresh)
+        found = checkpoints.restore(1, fresh)
     assert jax.tree.structure(found) == jax.tree.structure(state)
     jax.tree.map(np.testing.assert_array_equal, found, state)
     # fc2, and the fused projection; two layers, two factors; moments have as many.

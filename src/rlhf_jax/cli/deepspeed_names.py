@@ -55,6 +55,10 @@ RENAMED: dict[str, Target] = {
     "dpo.per_device_train_batch_size": Target("dpo.batch_size", "micro_rows_per_device"),
     "ppo.per_device_generation_batch_size": Target("ppo.batch_size", "rows_per_device"),
     "ppo.per_device_training_batch_size": Target("ppo.minibatch_size", "rows_per_device"),
+    # Older scripts call these two, and the next, otherwise.
+    "ppo.per_device_train_batch_size": Target("ppo.batch_size", "rows_per_device"),
+    "ppo.per_device_mini_train_batch_size": Target("ppo.minibatch_size", "rows_per_device"),
+    "ppo.generation_batch_numbers": Target("ppo.generation_batches"),
     "sft.gradient_checkpointing": Target("sft.remat", "checkpointing"),
     "reward.gradient_checkpointing": Target("reward.remat", "checkpointing"),
     "dpo.gradient_checkpointing": Target("dpo.remat", "checkpointing"),
@@ -102,6 +106,7 @@ OPT_SIZES = ("125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b", "175b"
 _SHARDED = "parameters, gradients and optimizer state are always fully sharded (ZeRO-3)"
 _CACHE = "the KV cache lives inside one generation and is freed with it"
 _DEEPSPEED = "DeepSpeed is not used"
+_NO_DROPOUT = "dropout is never applied, but to adapters"
 
 NOT_NEEDED: dict[str, str] = {
     "actor_zero_stage": _SHARDED,
@@ -127,6 +132,9 @@ NOT_NEEDED: dict[str, str] = {
     "data_output_path": "tokenized rows are not cached on disk",
     "per_device_eval_batch_size": "evaluation uses the training batch size",
     "add_eot_token": "answers end in the tokenizer's EOS, by its id, in every step",
+    "disable_dropout": _NO_DROPOUT,
+    "disable_actor_dropout": _NO_DROPOUT,
+    "disable_critic_dropout": _NO_DROPOUT,
     "enable_test_mode": "--test-stop-step ends step 3 by itself",
 }
 """Accepted, with a printed note that gives this reason."""

@@ -5,7 +5,7 @@ from difflib import get_close_matches
 
 from rlhf_jax.cli.deepspeed_names import NOT_NEEDED, REFUSED, RENAMED, Target
 from rlhf_jax.cli.fields import config_fields, flag_of
-from rlhf_jax.cli.peer_names import PEER_NAMES
+from rlhf_jax.cli.peer_names import NO_COUNTERPART, PEER_NAMES
 from rlhf_jax.cli.tokens import Given
 from rlhf_jax.stages.config import STAGES, StageName, TrainConfig
 
@@ -98,6 +98,8 @@ def _unknown(given: Given) -> str:
     inside = [path for path in FIELDS if path.startswith(f"{given.name}.")]
     if inside:
         return f"{kind}: it is a group of settings, such as {_spelled(inside[:1], given)}"
+    if reason := NO_COUNTERPART.get(_leaf(given.name)):
+        return f"{kind}: {reason}"
     everything = [*NAMES, *(_leaf(name) for name in NAMES), *NOT_NEEDED, *REFUSED]
     near = get_close_matches(given.name, everything, n=1, cutoff=0.6)
     if peer := _peers_name(given.name):

@@ -1,5 +1,5 @@
 """What other libraries (TRL, PEFT, OpenRLHF) call our settings: read only to answer an unknown flag
-with the name that is meant.
+with the name that is meant. TRL's stand in docs/flags.md, which a test checks.
 """
 
 PEER_NAMES: dict[str, str] = {
@@ -8,6 +8,14 @@ PEER_NAMES: dict[str, str] = {
     "critic_lr": "ppo.critic_learning_rate",
     "epochs": "num_train_epochs",
     "max_epochs": "num_train_epochs",
+    "total_episodes": "ppo.max_steps",
+    "warmup_steps": "num_warmup_steps",
+    "warmup_ratio": "num_warmup_steps",
+    "logging_steps": "log_interval",
+    "eval_steps": "eval_interval",
+    "save_steps": "save_interval",
+    "checkpoint_interval": "save_interval",
+    "resume_from_checkpoint": "resume",
     "max_length": "max_seq_len",
     "max_len": "max_seq_len",
     "max_prompt_length": "ppo.max_prompt_seq_len",
@@ -43,8 +51,17 @@ PEER_NAMES: dict[str, str] = {
     "value_clip": "ppo.value_clip_range",
     "vf_coef": "ppo.value_coef",
     "lambd": "ppo.lam",
+    "kl_estimator": "ppo.kl_kind",
+    "completion_only_loss": "sft.loss_on",
     "use_score_scaling": "ppo.score_scaling",
     "reward_funcs": "ppo.reward_fn",
     "reward_weights": "ppo.reward_fn_weights",
     "center_rewards_coefficient": "reward.center_coef",
 }
+
+NO_COUNTERPART: dict[str, str] = {
+    "stop_token": "answers end in the EOS that the model's tokenizer names",
+    "loss_type": "step dpo has the sigmoid loss, with --dpo.label-smoothing, step 3 that of PPO",
+    "max_grad_norm": "gradients are clipped at norm 1",
+}
+"""Names of theirs for what is no setting here, and what holds in its place."""

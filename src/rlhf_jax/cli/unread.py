@@ -10,6 +10,7 @@ from rlhf_jax.stages.config import STAGES, StageName, TrainConfig
 GATES = {
     "ppo.adaptive_kl_horizon": "ppo.adaptive_kl_target",
     "ppo.merge_lora": "ppo.actor_lora.dim",
+    "ppo.standardize_score": "ppo.reward_model_weight",
 }
 """Fields that another one switches on."""
 
@@ -37,6 +38,8 @@ def _why_unread(path: str, values: dict[str, object], stages: Sequence[StageName
     if stage in STAGES.values() and stage not in stages:
         return steps_text(stages)
     gate = GATES.get(path, "")
+    if path == "ppo.critic_from" and values[path] == "reward_model":
+        gate = "ppo.reward_model_weight"
     if parent.endswith("lora") and leaf != "dim":
         gate = f"{parent}.dim"
     if parent.endswith(".ema") and leaf != "enable":

@@ -162,9 +162,11 @@ def load_stage_records(config: DataConfig, stage: Stage, *, seed: int) -> StageR
     `eval` may be empty (a fraction of 0, or too few rows); `train` may not.
 
     Raises:
-        ValueError: the split leaves the stage no train row, or what `load_source` raises.
+        ValueError: the split has no share for the stage, or leaves it no train row; or what
+            `load_source` raises.
         FileNotFoundError: as `load_source`.
     """
+    _check_share(config, stage)
     parts = [_load_part(path, config, config.data_split, stage, seed) for path in config.data_path]
     only: list[_Part] = []
     if stage == "sft":
@@ -185,6 +187,17 @@ def load_stage_records(config: DataConfig, stage: Stage, *, seed: int) -> StageR
     return StageRecords(
         train[: None if weights else config.max_rows], held_out[: config.max_rows], notes, weights
     )
+
+
+def _check_share(config: DataConfig, stage: Stage) -> None:
+    """ValueError for a share of 0 (whose part may have a row: shares are rounded)."""
+    shares = split_shares(config.data_split) if config.data_split else [1.0] * len(STAGE_INDEX)
+    other = config.sft_only_data_path if stage == "sft" else ()
+    if not (shares[STAGE_INDEX[stage]] or other):
+        raise ValueError(
+            f"--data.data-split={config.data_split} has a share of 0 for stage {stage}: give it "
+            "one (the shares are those of sft, reward and ppo), or leave the stage out of --step"
+        )
 
 
 @dataclass(frozen=True)
@@ -214,7 +227,17 @@ def _load_part(path: str, config: DataConfig, data_split: str, stage: Stage, see
     train, held_out = (_share(rows, data_split, stage, seed) for rows in (train, held_out))
     kind = f"{own_eval} in its eval split" if own_eval else "eval rows held out"
     note = f"{source} ({kind}); {stage} gets {len(train)} train and {len(held_out)} eval rows"
+    shared = 0 if own_eval else _shared_prompts(train, held_out)
+    if shared:
+        whose = "have a prompt that is among the train rows"
+        note += f"; {shared} of {len(held_out)} held-out rows {whose}"
     return _Part(train, held_out, note)
+
+
+def _shared_prompts(train: list[Example], held_out: list[Example]) -> int:
+    """How many rows that are held out ask what a train row asks; text without a prompt does not."""
+    asked = {row.prompt for row in train if row.prompt}
+    return sum(row.prompt in asked for row in held_out)
 
 
 def _load(path: str, config: DataConfig, split: Split, stage: Stage) -> Source | None:

@@ -94,6 +94,13 @@ class Encoder:
             else:
                 yield [*ids, self.eos_id]
 
+    def ends_within(self, answer: list[int], record: Record) -> bool:
+        """Whether text in an answer of `ended` became a token that ends it, and more follows.
+
+        A chat template may write several turns, each with its end.
+        """
+        return not record.templated and not self.stop_ids.isdisjoint(answer[:-2])
+
     def _is_blank(self, ids: list[int]) -> bool:
         key = tuple(ids)
         if key not in self._blank:

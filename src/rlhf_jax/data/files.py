@@ -1,5 +1,6 @@
 """Rows of one file: JSON lines, JSON, Parquet, Arrow or plain text."""
 
+import codecs
 import gzip
 import json
 import zlib
@@ -32,9 +33,11 @@ def file_table(file: Path) -> Table:
     """
     suffix = format_of(file)
     if suffix is None:
+        csv = f'datasets.Dataset.from_csv("{file.name}").to_json("{file.stem}.jsonl")'
+        way = f". JSON lines of it, in Python: {csv}" if file.suffix.lower() == ".csv" else ""
         raise ValueError(
             f"{file}: files of this kind are not read. Allowed are {', '.join(FORMATS)}, "
-            "each also with .gz but Parquet and Arrow"
+            f"each also with .gz but Parquet and Arrow{way}"
         )
     return FORMATS[suffix](file)
 
@@ -58,7 +61,7 @@ def _json_lines(file: Path) -> Table:
 
 def _json(file: Path) -> Table:
     """A JSON array of objects; or, as many `.json` files are written, one object a line."""
-    content = b"".join(_lines(file))
+    content = b"".join(_lines(file)).removeprefix(codecs.BOM_UTF8)
     if not content.lstrip().startswith(b"["):
         return Table(str(file), "line", _parse_lines(file, content.splitlines()))
     rows = _parse(content, str(file))
@@ -101,8 +104,11 @@ def _arrow(file: Path) -> Table:
 
 def _plain_text(file: Path) -> Table:
     """Each line that is not blank is one row `text`."""
-    lines = ((number, line.decode().rstrip("\r\n")) for number, line in enumerate(_lines(file), 1))
-    return Table(str(file), "line", ((number, {"text": line}) for number, line in lines if line))
+    decoded = (
+        (number, _decode(line, f"{file}, line {number}").rstrip("\r\n"))
+        for number, line in enumerate(_lines(file), 1)
+    )
+    return Table(str(file), "line", ((number, {"text": line}) for number, line in decoded if line))
 
 
 FORMATS: dict[str, Callable[[Path], Table]] = {
@@ -117,6 +123,11 @@ FORMATS: dict[str, Callable[[Path], Table]] = {
 def _lines(file: Path) -> Iterator[bytes]:
     with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as stream:
         try:
+            first = stream.readline()
+            if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                raise ValueError(f"{file}: this is UTF-16: save it as UTF-8")
+            if first:
+                yield first
             yield from stream
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise ValueError(f"{file}: damaged, or not gzip: {error}") from error
@@ -136,12 +147,18 @@ def _parse_lines(file: Path, lines: Iterable[bytes]) -> Rows:
 def _parse(content: bytes, where: str) -> object:
     """JSON of one line or of a whole file."""
     try:
-        return json.loads(content)
+        return json.loads(_decode(content, where))
     except json.JSONDecodeError as error:
         place = where if ", line " in where else f"{where}, line {error.lineno}"
         raise ValueError(
             f"{place}: malformed JSON, {error.msg} at character {error.colno}. Every row is one "
             'object, like {"prompt": "…", "completion": "…"}'
         ) from error
+
+
+def _decode(content: bytes, where: str) -> str:
+    """UTF-8 as text, without a mark of the byte order: `json` would guess other encodings."""
+    try:
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{where}: not UTF-8 text: {error}") from error

@@ -1,11 +1,12 @@
 """Batches by step number: the order is a function of (seed, epoch), so its state is one integer."""
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, SupportsIndex
 
 import numpy as np
 
+from rlhf_jax.data.fingerprint import fingerprint
 from rlhf_jax.data.mixture import Mixture
 from rlhf_jax.data.packing import Packing
 
@@ -57,6 +58,7 @@ class Loader[Batch]:
             raise ValueError("packing needs epochs of the same rows, in an order of its own")
         self.batch_size = batch_size
         self.num_rows = len(rows)
+        self._rows = rows
         num_items = len(rows) if packing is None else packing.num_sequences
         self.num_batches = -(-num_items // batch_size)
         self._packing = packing
@@ -72,6 +74,11 @@ class Loader[Batch]:
             )
         # Prefetching threads ask for batches of at most two epochs at a time.
         self._epoch = lru_cache(maxsize=2)(self._order_epoch)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the rows: see `data.fingerprint`."""
+        return fingerprint(self._rows)
 
     def batch(self, step: int) -> Batch:
         """The batch of `step` >= 0."""

@@ -10,7 +10,7 @@ from rlhf_jax.data.conversations import read_text
 from rlhf_jax.data.fields import Row
 from rlhf_jax.data.files import Table
 from rlhf_jax.data.records import Example, Stage, Text
-from rlhf_jax.data.shapes import LABEL, MARGIN, Shape, shape_for, with_margin
+from rlhf_jax.data.shapes import LABEL, MARGIN, Shape, is_good, shape_for, with_margin
 
 BY_COLUMNS = "columns"
 """`columns@PATH`: whatever a path is called, its rows are read by their columns."""
@@ -45,22 +45,30 @@ def naming_of(path: str) -> Naming:
 
 @dataclass(frozen=True)
 class Reading:
-    """The records of a table, and how many rows were left out for each reason."""
+    """The records of a table, and how many rows were left out for each reason.
+
+    `read_as` names the shape of rows with columns that it does not have, and those columns.
+    """
 
     records: list[Example]
     dropped: Mapping[str, int]
     entry: str | None
+    read_as: str = ""
 
 
 @dataclass(frozen=True)
 class _Reader:
-    """How each row of a table becomes a record; `extra` columns go to reward functions."""
+    """How each row of a table becomes a record; `extra` columns go to reward functions.
+
+    `read_as` as in `Reading`.
+    """
 
     name: str
     needed: tuple[str, ...]
     convert: Callable[[Row, str], Example | str]
     extra: tuple[str, ...]
     merge: Callable[[Numbered], Numbered] | None = None
+    read_as: str = ""
 
 
 def read_table(table: Table, stage: Stage, naming: Naming) -> Reading:
@@ -92,7 +100,7 @@ def read_table(table: Table, stage: Stage, naming: Naming) -> Reading:
             records.append(replace(record, columns={name: row.get(name) for name in reader.extra}))
         else:
             records.append(record)
-    return Reading(records, dropped, entry.name if entry else None)
+    return Reading(records, dropped, entry.name if entry else None, reader.read_as)
 
 
 def _checked(rows: Numbered, reader: _Reader, table: Table) -> Numbered:
@@ -138,7 +146,7 @@ def _by_columns(shape: Shape, columns: tuple[str, ...], stage: Stage) -> _Reader
     has_label = LABEL in columns and "completion" in shape.columns
 
     def convert(row: Row, where: str) -> Example | str:
-        if has_label and row.get(LABEL) is False:
+        if has_label and not is_good(row.get(LABEL), where):
             return f"{LABEL} is false"
         texts: dict[str, Text] = {}
         for name in shape.columns:
@@ -151,6 +159,10 @@ def _by_columns(shape: Shape, columns: tuple[str, ...], stage: Stage) -> _Reader
             return record
         return with_margin(record, row.get(MARGIN), where)
 
-    further = (name for name in columns if name not in shape.columns)
-    extra = tuple(name for name in further if not (has_margin and name == MARGIN))
-    return _Reader(shape.name, shape.columns, convert, extra if stage == "ppo" else ())
+    known = {*shape.columns, *[MARGIN] * has_margin}
+    extra = tuple(name for name in columns if name not in known)
+    unused = [name for name in extra if not (has_label and name == LABEL)]
+    use = "for reward functions" if stage == "ppo" else "not used"
+    read_as = f"{shape.name} (columns {use}: {', '.join(unused)})" if unused else ""
+    given = extra if stage == "ppo" else ()
+    return _Reader(shape.name, shape.columns, convert, given, read_as=read_as)

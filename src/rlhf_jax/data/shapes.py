@@ -11,7 +11,7 @@ MARGIN = "margin"
 """A column of this name beside two answers is the margin of their scores."""
 
 LABEL = "label"
-"""False in a column of this name says that a completion is a bad one (TRL's unpaired type)."""
+"""A column of this name beside a completion says whether it is a good one (TRL's unpaired type)."""
 
 type Texts = Mapping[str, Text]
 
@@ -172,3 +172,17 @@ def with_margin(record: Example, margin: object, where: str) -> Example:
         if abs(value) < float("inf"):
             return replace(record, margin=value)
     raise ValueError(f"{where}: column {MARGIN!r} holds {margin!r}, not a finite number")
+
+
+def is_good(label: object, where: str) -> bool:
+    """What the label of a row says of its completion.
+
+    Raises:
+        ValueError: it is neither a boolean nor 0 or 1.
+    """
+    if label not in (0, 1):
+        raise ValueError(
+            f"{where}: column {LABEL!r} holds {label!r}, not true or false. Beside a completion it "
+            "says whether that is a good one: rename a column that does not"
+        )
+    return bool(label)

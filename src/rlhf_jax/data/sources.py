@@ -42,18 +42,21 @@ class Source:
         records: what was kept, in the order of the source.
         dropped: why rows were left out, and how many for each reason.
         entry: of the catalog, by which its rows were read; None: by their columns.
+        read_as: the shape of rows with columns that it does not have, and those columns.
     """
 
     path: str
     records: list[Example]
     dropped: Mapping[str, int] = field(default_factory=dict)
     entry: str | None = None
+    read_as: str = ""
 
     def __str__(self) -> str:
         named = f" of {self.entry}" if self.entry and self.entry != self.path else ""
         margins = any(record.margin is not None for record in self.records)
         named += " with margins" if margins else ""
         lost = "".join(f", {n} dropped ({why})" for why, n in sorted(self.dropped.items()))
+        named += f", read as {self.read_as}" if self.read_as else ""
         return f"{self.path}: {len(self.records)} rows{named}{lost}"
 
 
@@ -76,7 +79,8 @@ def load_source(path: str, *, split: Split, stage: Stage) -> Source | None:
     parts = [read_table(table, stage, naming) for table in tables]
     records = list(chain.from_iterable(part.records for part in parts))
     dropped = sum((Counter(part.dropped) for part in parts), Counter[str]())
-    source = Source(path, records, dict(dropped), parts[0].entry)
+    read_as = " or ".join(dict.fromkeys(part.read_as for part in parts if part.read_as))
+    source = Source(path, records, dict(dropped), parts[0].entry, read_as)
     if not records:
         why = f"all its rows were dropped: {source}" if dropped else "it holds no rows"
         raise ValueError(f"{path}: the {split} data set is empty ({why}). Give a path with rows")

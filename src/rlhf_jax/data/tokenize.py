@@ -88,6 +88,7 @@ class TokenizeReport:
         max_length: in tokens.
         cut_turns: kept without the oldest turns of their prompt.
         refused: left out because they cannot be written out as text, by reason.
+        ending_within: kept with an answer in which text became the token that ends it.
     """
 
     kept: int
@@ -98,6 +99,7 @@ class TokenizeReport:
     max_length: int
     cut_turns: int = 0
     refused: Mapping[str, int] = NO_COLUMNS  # pyright: ignore[reportAssignmentType]
+    ending_within: int = 0
 
     def __str__(self) -> str:
         parts = [f"{self.kept} rows"]
@@ -107,6 +109,11 @@ class TokenizeReport:
             parts.append(
                 f"{self.cut_turns} of them without their oldest turns (over {self.max_length} "
                 "tokens)"
+            )
+        if self.ending_within:
+            parts.append(
+                f"{self.ending_within} of them with text inside an answer that became the end "
+                "token (training stops and goes on behind it)"
             )
         parts += [f"{count} dropped ({why})" for why, count in self.left_out.items()]
         return ", ".join(parts)
@@ -242,6 +249,7 @@ class _Writer:
         self._renderer = Renderer(tokenizer, chat_format)
         self.max_length, self.overlong = max_length, overlong
         self.dropped = self.cut = self.empty = self.equal = self.cut_turns = 0
+        self.ending_within = 0
         self.refused: dict[str, int] = {}
 
     def encode(self, examples: Sequence[Example], *answers: str) -> Iterator[tuple[int, _Encoded]]:
@@ -288,12 +296,17 @@ class _Writer:
         admitted = not over or (self.overlong == "cut" and fixed < self.max_length)
         self.dropped += not admitted
         self.cut += admitted and over
+        self.ending_within += admitted and self._ends_within(text)
         return admitted
+
+    def _ends_within(self, text: _Encoded) -> bool:
+        return any(self.encoder.ends_within(ids, text.record) for ids in text.answers)
 
     def discard_equal(self, text: _Encoded) -> None:
         """Count a pair that was admitted and has equal rows."""
         self.equal += 1
         self.cut -= text.length > self.max_length
+        self.ending_within -= self._ends_within(text)
 
     def row(self, prompt: list[int], answer: list[int]) -> np.ndarray:
         """int32 ids of prompt and answer, at most the first `max_length`."""
@@ -302,5 +315,5 @@ class _Writer:
     def report(self, kept: int) -> TokenizeReport:
         return TokenizeReport(
             kept, self.dropped, self.cut, self.empty, self.equal, self.max_length,
-            self.cut_turns, self.refused,
+            self.cut_turns, self.refused, self.ending_within,
         )  # fmt: skip

@@ -33,7 +33,7 @@ from rlhf_jax.objectives.losses import (
     sft_loss,
     value_loss,
 )
-from rlhf_jax.objectives.masked import length_mask, masked_mean
+from rlhf_jax.objectives.masked import length_mask, masked_mean, masked_var
 from rlhf_jax.objectives.rewards import add_scores, standardize_scores
 from rlhf_jax.objectives.rollout_correction import compare_with_rollout
 
@@ -261,15 +261,17 @@ def critic_loss(
     place: ModelOnMesh,
     settings: UpdateSettings,
     places: Places | None = None,
+    center: jax.Array | float = 0.0,
 ) -> tuple[jax.Array, Metrics]:
-    """The clipped value loss."""
+    """The clipped value loss; for `center` see `value_loss`."""
     values = answer_values(
         model, batch.tokens_BT, batch.prompt_lengths_B, batch.mask_BR.shape[1],
         place, settings.remat, places,
     )  # fmt: skip
     loss, metrics = value_loss(
-        values, batch.values_BR, batch.returns_BR, batch.mask_BR, clip=settings.value_clip_range
-    )
+        values, batch.values_BR, batch.returns_BR, batch.mask_BR, center,
+        clip=settings.value_clip_range,
+    )  # fmt: skip
     return settings.value_coef * loss, metrics
 
 
@@ -345,8 +347,10 @@ def ppo_gradients(
         actor_value, metrics = actor_value + text_value, metrics | text_metrics
     # Nothing else orders the two: interleaved, what both forward passes keep is alive at once.
     batch, actor_grads = jax.lax.optimization_barrier((batch, actor_grads))
+    taken, mask = batch[0], batch[0].mask_BR
+    center = masked_mean(taken.values_BR - taken.returns_BR, mask)
     critic_grads, critic_value, critic_metrics = gradients(
-        lambda p, b: critic_loss(p, b[0], critic_place, settings, b[1]),
+        lambda p, b: critic_loss(p, b[0], critic_place, settings, b[1], center),
         critic.params, batch, lambda b: num_actions(b[0]), parts,
         frozen=frozen[1], key=keys[2],
     )  # fmt: skip
@@ -354,7 +358,7 @@ def ppo_gradients(
     finite = all_finite(*norms, actor_value, critic_value)
     if settings.target_kl is not None:
         stopped = stopped | (metrics["policy/approxkl_avg"] > settings.target_kl)
-    metrics = of_whole_batch(metrics | critic_metrics)
+    metrics = of_whole_batch(metrics | critic_metrics, masked_var(taken.returns_BR, mask))
     metrics |= {
         "policy/grad_norm": norms[0],
         "critic/grad_norm": norms[1],

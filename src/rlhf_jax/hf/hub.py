@@ -38,22 +38,26 @@ def resolve(name: str) -> Path:
         if not is_model(path):
             if gguf := find_gguf(path):
                 return gguf
-            raise FileNotFoundError(f"{path} has no config.json and no GGUF file: it is no model")
+            raise FileNotFoundError(
+                f"{path} has no config.json and no GGUF file: it is no model{inside(path)}"
+            )
         return path
+    what = "a file that is no GGUF file" if path.is_file() else "no such directory"
+    here = f"{what} ({path.absolute()})"
     try:
         directory = Path(snapshot_download(name, allow_patterns=CONFIG_FILES + SAFETENSORS))
         if not list(directory.glob("*.safetensors")):
             directory = Path(snapshot_download(name, allow_patterns=CONFIG_FILES + PICKLES))
     except HFValidationError as error:
         raise ValueError(
-            f"there is no model {name!r}: no such directory ({path.absolute()}), and no name of "
-            f"the Hugging Face Hub either: those are written owner/name{suggest(name)}"
+            f"there is no model {name!r}: {here}, and no name of the Hugging Face Hub either: "
+            f"those are written owner/name{suggest(name)}"
         ) from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"there is no model {name!r}: no such directory ({path.absolute()}), and the "
-            f"Hugging Face Hub says: {reason}{suggest(name)}"
+            f"there is no model {name!r}: {here}, and the Hugging Face Hub says: {reason}"
+            f"{suggest(name)}"
         ) from error
     if not is_model(directory):
         raise ValueError(f"{name} on the Hugging Face Hub has no config.json: it is not a model")
@@ -63,6 +67,12 @@ def resolve(name: str) -> Path:
 def is_model(directory: Path) -> bool:
     """Whether a directory holds a model, or an adapter for one."""
     return any((directory / name).is_file() for name in ("config.json", "adapter_config.json"))
+
+
+def inside(directory: Path) -> str:
+    """The models in a directory that is none, such as a run's, as the end of a sentence."""
+    models = [str(path) for path in sorted(directory.iterdir()) if is_model(path)]
+    return f". It holds models: use {' or '.join(models[:8])}" if models else ""
 
 
 def suggest(name: str) -> str:

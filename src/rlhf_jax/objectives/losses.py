@@ -192,6 +192,7 @@ def value_loss(
     old_values_BR: jax.Array,
     returns_BR: jax.Array,
     mask_BR: jax.Array,
+    center: jax.Array | float = 0.0,
     *,
     clip: float | None,
 ) -> tuple[jax.Array, Metrics]:
@@ -200,6 +201,8 @@ def value_loss(
         loss = ½ mean(max((V - G)², (clip(V, V_old - clip, V_old + clip) - G)²))
 
     None does not clip. The metrics are means; `of_whole_batch` makes those of a batch of them.
+    `center` is about the mean of `V - G`: a variance is the difference of means of squares, so
+    these must not be large.
     """
     error_BR = jnp.where(mask_BR.astype(bool), values_BR - returns_BR, 0.0)
     near_BR = values_BR
@@ -211,15 +214,13 @@ def value_loss(
     metrics = {
         "loss/value_avg": loss,
         "val/clipfrac_avg": masked_mean(clipped_BR > plain_BR, mask_BR),
-        "mean/error": masked_mean(error_BR, mask_BR),
-        "square/error": masked_mean(plain_BR, mask_BR),
-        "mean/return": masked_mean(returns_BR, mask_BR),
-        "square/return": masked_mean(jnp.square(returns_BR), mask_BR),
+        "mean/error": masked_mean(error_BR - center, mask_BR),
+        "square/error": masked_mean(jnp.square(error_BR - center), mask_BR),
     }
     return loss, metrics
 
 
-def of_whole_batch(metrics: Metrics) -> Metrics:
+def of_whole_batch(metrics: Metrics, returns_var: jax.Array) -> Metrics:
     """The metrics of a batch, from `policy_loss` and `value_loss` of its parts, averaged by how
     many actions each has: `val/ratio_var`, and the explained variance `1 - var(G - V)/var(G)`, 0
     where the returns are constant, in place of the means of squares. Variances of parts would not
@@ -231,8 +232,7 @@ def of_whole_batch(metrics: Metrics) -> Metrics:
         return jnp.maximum(metrics.pop(f"square/{name}") - jnp.square(mean), 0.0)
 
     unexplained = var("error", metrics.pop("mean/error"))
-    total = var("return", metrics.pop("mean/return"))
-    explained = jnp.where(total > 1e-8, 1.0 - unexplained / jnp.maximum(total, 1e-8), 0.0)
+    explained = 1.0 - unexplained / jnp.maximum(returns_var, 1e-8)
     metrics["val/ratio_var"] = var("ratio", metrics["val/ratio"] - 1.0)
-    metrics["critic/vf_explained_var"] = explained
+    metrics["critic/vf_explained_var"] = jnp.where(returns_var > 1e-8, explained, 0.0)
     return metrics

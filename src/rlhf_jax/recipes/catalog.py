@@ -62,8 +62,8 @@ def make_recipe(name: str) -> TrainConfig:
     if name in RECIPES:
         return RECIPES[name]()
     near = get_close_matches(name.replace("_", "-"), RECIPES, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise ValueError(f"unknown recipe {name!r}: {hint}There are {', '.join(RECIPES)}")
+    hint = f"did you mean {near[0]}? There" if near else "there"
+    raise ValueError(f"unknown recipe {name!r}: {hint} are {', '.join(RECIPES)}")
 
 
 def deployed_recipe(deployment: Deployment, actor: str) -> tuple[str, str]:

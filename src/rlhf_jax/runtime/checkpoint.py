@@ -8,8 +8,8 @@ not classes: a tree is read back into whatever tree of the same paths one asks f
 """
 
 import logging
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -81,30 +81,60 @@ class Checkpoints:
         """The newest step that can be restored, or None."""
         return max(self.steps(), default=None)
 
-    def restore[Tree](self, step: int, abstract_tree: Tree) -> tuple[Tree, dict[str, Any]]:
-        """Read a step into the shapes, dtypes and shardings of `abstract_tree`: (tree, meta).
+    def meta(self, step: int) -> dict[str, Any]:
+        """What was saved beside the tree of a step; raises as `restore`."""
+        self._check_there(step)
+        with self._reading(step):
+            found = self._manager.restore(
+                step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
+            )
+        return found["meta"]
 
-        `abstract_tree` holds `jax.ShapeDtypeStruct` with a sharding, or arrays. Raises
-        FileNotFoundError without that step, ValueError where a leaf differs from what was saved.
+    def restore[Tree](self, step: int, abstract_tree: Tree, *, free: bool = False) -> Tree:
+        """Read a step into the shapes, dtypes and shardings of `abstract_tree`.
+
+        `abstract_tree` holds `jax.ShapeDtypeStruct` with a sharding, or arrays; these are deleted
+        with `free`, so that nothing lies in memory twice. Raises FileNotFoundError without that
+        step, ValueError where a leaf differs from what was saved or a file is damaged.
         """
+        self._check_there(step)
+        wanted = _by_path(abstract_tree)
+        with self._reading(step):
+            metadata = self._manager.item_metadata(step)["state"]
+            if metadata is None:
+                raise FileNotFoundError("state/_METADATA is missing")
+        _check_equal_trees(wanted, dict(metadata.tree), self.directory / str(step))
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, wanted)
+        if free:
+            jax.tree.map(lambda leaf: leaf.delete(), wanted)
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
+        with self._reading(step):
+            state = self._manager.restore(step, args=args)["state"]
+        leaves = [state[path] for path in wanted]
+        return jax.tree.unflatten(jax.tree.structure(abstract_tree), leaves)
+
+    def _check_there(self, step: int) -> None:
+        """FileNotFoundError without a complete checkpoint of this step."""
         if step not in self.steps():
             raise FileNotFoundError(
                 f"no complete checkpoint of step {step} in {self.directory}: "
                 f"there are {self.steps() or 'none'}"
             )
-        wanted = _by_path(abstract_tree)
-        metadata = self._manager.item_metadata(step)["state"]
-        assert metadata is not None
-        _check_equal_trees(wanted, dict(metadata.tree), self.directory / str(step))
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, wanted)
-        restored = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardRestore(abstract), meta=ocp.args.JsonRestore()
-            ),
-        )
-        state, (_, treedef) = restored["state"], jax.tree.flatten(abstract_tree)
-        return jax.tree.unflatten(treedef, [state[path] for path in wanted]), restored["meta"]
+
+    @contextmanager
+    def _reading(self, step: int) -> Iterator[None]:
+        """ValueError where a checkpoint cannot be read: which one, why, and how to do without."""
+        try:
+            yield
+        except RuntimeError:  # JAX's: the devices have no room for it
+            raise
+        except Exception as error:  # orbax raises bare ones for damaged arrays
+            before = max((other for other in self.steps() if other != step), default=None)
+            there = "begin the stage anew" if before is None else f"go on from step {before}"
+            path = self.directory / str(step)
+            raise ValueError(
+                f"the checkpoint {path} cannot be read: {_cause(error)}. Delete {path} to {there}"
+            ) from error
 
     def _complete(self, step: int) -> bool:
         return all((self.directory / str(step) / item).is_dir() for item in ("state", "meta"))
@@ -163,6 +193,12 @@ def _check_equal_trees(wanted: Mapping[str, Any], found: Mapping[str, Any], wher
         "Resume with the model, optimizer and dtype settings of the run's config.yaml, "
         "or start in a new output directory."
     )
+
+
+def _cause(error: BaseException) -> str:
+    """What went wrong, in a line, without tensorstore's account of all its settings."""
+    text = str(error.__cause__ or error) or type(error).__name__
+    return text.splitlines()[0].partition(" [tensorstore_spec")[0].rstrip(".")
 
 
 def _describe(leaf: Any) -> str:

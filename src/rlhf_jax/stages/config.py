@@ -68,6 +68,8 @@ class TrainConfig:
         check_steps(self.step)
         if self.resume and self.overwrite_output_dir:
             raise ValueError("--resume and --overwrite-output-dir contradict each other: use one")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"--seed must be from 0 to {2**32 - 1} (2^32 - 1), got {self.seed}")
         self._check_trackers()
         self._check_reward_model()
         self._check_packing()

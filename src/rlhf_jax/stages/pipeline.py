@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import jax
@@ -30,7 +30,7 @@ from rlhf_jax.stages.memory_plan import Models, Place, Plan, check_memory, devic
 from rlhf_jax.stages.ppo import run_ppo
 from rlhf_jax.stages.reward import run_reward
 from rlhf_jax.stages.rollout_slots import fit_slots
-from rlhf_jax.stages.run import Run, flatten, prepare_directory
+from rlhf_jax.stages.run import Run, flatten, prepared_directory
 from rlhf_jax.stages.sft import run_sft
 from rlhf_jax.stages.summary import print_summary
 
@@ -52,7 +52,7 @@ def run_pipeline(cfg: TrainConfig, config_yaml: str, baseline: Baseline | None =
     shape = start_devices(cfg.mesh, cpu_devices=min(os.cpu_count() or 1, 2))
     if jax.process_index() != 0:
         silence()
-    with spoken_logs():
+    with spoken_logs(), ExitStack() as held:
         say(settings_line(cfg, baseline))
         if cfg.inference_tp_size is not None:
             check_inference_tp(shape, cfg.inference_tp_size)
@@ -71,7 +71,7 @@ def run_pipeline(cfg: TrainConfig, config_yaml: str, baseline: Baseline | None =
         if "ppo" in cfg.stages:
             cfg = fit_slots(cfg, models_of(cfg, "ppo", actor), place, device_limit())
         plans = memory_plans(cfg, place, actor)
-        on_first_process(lambda: prepare_directory(asked, config_yaml))
+        on_first_process(lambda: held.enter_context(prepared_directory(asked, config_yaml)))
         describe(shape, inference_tp, actor)
         run = Run(cfg, shape, inference_tp, baseline)
         with run.signals, run.metrics, run.report:

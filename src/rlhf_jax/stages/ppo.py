@@ -38,6 +38,7 @@ from rlhf_jax.stages.ppo_rows import RowPacking, Scored, minibatches
 from rlhf_jax.stages.prompts import PromptData, ppo_data
 from rlhf_jax.stages.reward_plan import RewardPlan, plan_rewards, score_statistics
 from rlhf_jax.stages.roles import Cast, Roles, load_roles
+from rlhf_jax.stages.rows import check_same_rows
 from rlhf_jax.stages.run import Run
 from rlhf_jax.stages.scores import HostScorer, host_scorer
 from rlhf_jax.stages.trainable import export_adapter
@@ -236,15 +237,16 @@ def train(
         bar = stack.enter_context(
             progress("ppo", num_steps, done=start, every=run.cfg.log_interval)
         )
+        if start:
+            check_same_rows("ppo", checkpoints.meta(start), data.train)
         run.begin("ppo", start or None)
         with run.timer.phase("evaluate"):
             before = evaluator.measure(0, roles)  # also what later answers are shown beside
         if not start:
             run.log("ppo", 0, before)
         else:
-            (actor, critic, beside), _ = checkpoints.restore(
-                start, (roles.actor, roles.critic, beside)
-            )
+            trained = roles.actor, roles.critic, beside
+            actor, critic, beside = checkpoints.restore(start, trained, free=True)
             roles = replace(roles, actor=actor, critic=critic)
         if start == num_steps:  # its row was written before the interruption
             evaluator.measure(start, roles, averaged(beside, roles))
@@ -274,7 +276,8 @@ def train(
             stopping = run.should_stop(logged=True)
             if stopping or run.due(run.cfg.save_interval, done, num_steps):
                 saved = (roles.actor, roles.critic, beside)
-                checkpoints.save(done, saved, {"stage": "ppo", "step": done})
+                meta = {"stage": "ppo", "step": done, "data": data.train.fingerprint}
+                checkpoints.save(done, saved, meta)
             if stopping:
                 checkpoints.wait()
                 run.stop("ppo", done)

@@ -1,7 +1,7 @@
 """The rows of a stage: read, tokenised and counted; for steps 1 and 2 their batches too."""
 
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -82,10 +82,10 @@ def read_rows[Row](
     train, report = tokenize(records.train, model.tokenizer, **settings)
     ways = flag + " or --data.overlong=cut" * (cfg.data.overlong == "drop")
     if not train:
-        cut = "use --data.overlong=cut, " if cfg.data.overlong == "drop" else ""
+        advice = ", or ".join([*remedies(cfg, stage, report), "give other data"])
         raise ValueError(
             f"{stage}: of {len(records.train)} train rows none is left after tokenising: {report}. "
-            f"Raise {flag}={max_length}, {cut}or give other data"
+            f"{advice.capitalize()}"
         )
     mixture = mixture_of(cfg, train, records.weights, str(report)) if records.weights else None
     notes = [*records.notes, f"{stage}: {counted(report, ways)}"]
@@ -107,6 +107,18 @@ def read_rows[Row](
 def counted(report: TokenizeReport, ways: str) -> str:
     """The report; where rows were too long, with the flags that keep them."""
     return f"{report}; to keep them: {ways}" if report.dropped else str(report)
+
+
+def remedies(cfg: TrainConfig, stage: StageName, report: TokenizeReport) -> Iterator[str]:
+    """What keeps rows that were left out, by the reasons why they were."""
+    flag, max_length = length_limit(cfg, stage)
+    overlong = cfg.data.overlong
+    if report.dropped or (report.equal and overlong == "cut"):  # or made equal by the cut
+        yield f"raise {flag}={max_length}"
+    if report.dropped and overlong == "drop":
+        yield "use --data.overlong=cut"
+    if report.empty:
+        yield f"fill in {'prompts' if stage == 'ppo' else 'answers'} that are empty"
 
 
 def read_records(cfg: TrainConfig, stage: StageName) -> StageRecords:
@@ -174,11 +186,29 @@ def remarks(
         )
     elif num_train < batch:
         yield f"{stage}: a batch of {batch} is larger than the {num_train} rows: {lower}"
+    updates = settings.max_steps or steps
+    updates *= cfg.ppo.updates_per_iteration if stage == "ppo" else 1
+    if 0 < updates <= (warmup := settings.num_warmup_steps):
+        yield (
+            f"{stage}: --{stage}.num-warmup-steps={warmup} is no less than its {updates} optimizer "
+            f"step{'s' * (updates != 1)}: the learning rate only rises, to "
+            f"{updates / warmup:.1%} of what is set: lower it"
+        )
     flag, most = "--eval-batches", cfg.eval_batches * batch
     if stage == "ppo":
         flag, most = "--ppo.num-eval-prompts", cfg.ppo.num_eval_prompts
     if most < num_held_out:
         yield f"{stage}: {most} of {num_held_out} held-out rows are evaluated ({flag})"
+
+
+def check_same_rows(stage: StageName, saved: Mapping[str, Any], loader: Loader[Any]) -> None:
+    """ValueError where a resumed run has other train rows than the checkpoint that says `saved`."""
+    before = saved.get("data", loader.fingerprint)  # older checkpoints do not say
+    if before != loader.fingerprint:
+        raise ValueError(
+            f"--resume: {stage} was trained on other data: {before} then, {loader.fingerprint} "
+            "now. Put back what it was trained on, or start anew with --overwrite-output-dir"
+        )
 
 
 def count_rows(batches: Sequence[TextBatch] | Sequence[PairBatch]) -> int:

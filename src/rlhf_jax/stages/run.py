@@ -5,7 +5,8 @@ import math
 import shutil
 import signal
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,6 +20,7 @@ from meshes.multihost import any_process, on_first_process
 from rlhf_jax.data.sources import local_path
 from rlhf_jax.runtime.checkpoint import Checkpoints
 from rlhf_jax.runtime.disk import replace_text
+from rlhf_jax.runtime.lock import LOCK_FILE, locked
 from rlhf_jax.runtime.log import say
 from rlhf_jax.runtime.metrics import MetricsWriter, Scalar, last_steps
 from rlhf_jax.runtime.profile import PhaseTimer, peak_memory
@@ -162,20 +164,57 @@ def read_summary(directory: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def prepare_directory(cfg: TrainConfig, config_yaml: str) -> None:
-    """Makes the output directory, or checks that the run in it is the one to go on with.
+@contextmanager
+def prepared_directory(cfg: TrainConfig, config_yaml: str) -> Iterator[None]:
+    """Makes the output directory, or checks that the run in it is the one to go on with; no other
+    run may have it while inside.
 
     Raises:
-        ValueError: it holds another run, or one with other settings; or nothing to resume.
+        ValueError: a run is writing it; it holds another run, or one with other settings; it is a
+            file; or there is nothing to resume.
+        OSError: it cannot be written.
     """
     directory = Path(cfg.output_dir)
+    with ExitStack() as held:
+        with told_as_output_dir(directory):
+            check_directory(cfg, directory)
+            directory.mkdir(parents=True, exist_ok=True)
+            held.enter_context(locked(directory))
+            if cfg.overwrite_output_dir:
+                clear(directory)
+            advice = "Free some space, or use another --output-dir"
+            replace_text(directory / CONFIG_FILE, startable(config_yaml), advice)
+        yield
+
+
+@contextmanager
+def told_as_output_dir(directory: Path) -> Iterator[None]:
+    """OSError with the flag in front of what the system says."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # it is told already
+            raise
+        raise OSError(
+            f"--output-dir={directory} cannot be written: {error.strerror}; choose another "
+            "--output-dir"
+        ) from error
+
+
+def check_directory(cfg: TrainConfig, directory: Path) -> None:
+    """ValueError where this run may not write there; writes nothing into what is none of ours."""
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"--output-dir={directory}: is a file; name a directory")
+    if (directory / LOCK_FILE).exists():
+        with locked(directory):
+            pass
     config_file = directory / CONFIG_FILE
     holds_run = config_file.exists()
     if cfg.resume:
         if not holds_run:
             raise ValueError(f"--resume: {directory} holds no run (no {CONFIG_FILE})")
         check_same_settings(cfg, yaml.safe_load(config_file.read_text(encoding="utf-8")))
-    elif directory.exists() and any(directory.iterdir()):
+    elif directory.exists() and any(path.name != LOCK_FILE for path in directory.iterdir()):
         if not (cfg.overwrite_output_dir and holds_run):
             what = "another run" if holds_run else "files of something else"
             ways = "--resume to go on with it, --overwrite-output-dir to delete it, or "
@@ -183,10 +222,15 @@ def prepare_directory(cfg: TrainConfig, config_yaml: str) -> None:
                 f"{directory} holds {what}: use {ways if holds_run else ''}another --output-dir"
             )
         check_keeps_inputs(cfg, directory)
-        shutil.rmtree(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    advice = "Free some space, or use another --output-dir"
-    replace_text(config_file, startable(config_yaml), advice)
+
+
+def clear(directory: Path) -> None:
+    """Deletes all but the lock, which is held."""
+    for path in directory.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != LOCK_FILE:
+            path.unlink()
 
 
 def check_keeps_inputs(cfg: TrainConfig, directory: Path) -> None:

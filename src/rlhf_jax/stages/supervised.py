@@ -20,6 +20,7 @@ from rlhf_jax.models.lora import combine
 from rlhf_jax.objectives.losses import Metrics
 from rlhf_jax.runtime.log import progress
 from rlhf_jax.stages.config import StageName
+from rlhf_jax.stages.rows import check_same_rows
 from rlhf_jax.stages.run import Run
 from rlhf_jax.stages.supervised_config import SupervisedConfig
 from rlhf_jax.stages.trainable import Trainable
@@ -123,8 +124,10 @@ def fit(
             progress(stage, num_steps, done=start or 0, every=cfg.log_interval)
         )
         if start is not None:
-            state, saved = checkpoints.restore(start, state)
+            saved = checkpoints.meta(start)
+            check_same_rows(stage, saved, loader)
             check_same_batches(stage, saved, loader)
+            state = checkpoints.restore(start, state, free=True)
         run.begin(stage, start)
         results: dict[str, float] = {}
         if start is None:
@@ -147,8 +150,8 @@ def fit(
             bar.update(done, live)
             stopping = run.should_stop(logged=logging)
             if stopping or run.due(cfg.save_interval, done, num_steps):
-                meta = {"stage": stage, "step": done, "batch_size": loader.batch_size}
-                checkpoints.save(done, state, meta)
+                meta = {"stage": stage, "step": done, "data": loader.fingerprint}
+                checkpoints.save(done, state, meta | {"batch_size": loader.batch_size})
             if stopping:
                 checkpoints.wait()
                 run.stop(stage, done)
