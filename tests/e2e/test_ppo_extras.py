@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from rlhf_jax.data import loader
 from rlhf_jax.stages.run import Run
 
 ON = ("objective/kl_coef", "objective/running_score_std", "loss/ptx_avg", "rewards/length/mean")
@@ -51,8 +52,8 @@ def test_the_average_is_evaluated_beside_the_last_weights_and_exported(extras) -
 def test_an_interrupted_run_has_the_same_coefficient_moments_text_and_average(
     run, with_extras, extras, same_metrics, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    """Both parts of it say that sampling is off-policy."""
-    log = Run.log
+    """Each of its starts says that sampling is off-policy. Other rows are refused."""
+    log, plain = Run.log, loader.fingerprint
 
     def log_and_press(self, stage, step, metrics):
         values = log(self, stage, step, metrics)
@@ -64,9 +65,17 @@ def test_an_interrupted_run_has_the_same_coefficient_moments_text_and_average(
         patch.setattr(Run, "log", log_and_press)
         with pytest.raises(KeyboardInterrupt):
             run(with_extras(tmp_path / "run"))
+    for at, what in enumerate(("data", "pretraining text")):
+        with monkeypatch.context() as patch:
+            marks = iter(["!" * (n == at) for n in range(2)])
+            patch.setattr(
+                loader, "fingerprint", lambda rows, marks=marks: plain(rows) + next(marks)
+            )
+            with pytest.raises(ValueError, match=f"ppo was trained on other {what}: "):
+                run(with_extras(tmp_path / "run", resume=True))
     resumed = run(with_extras(tmp_path / "run", resume=True))
     said = " ".join(capsys.readouterr().out.split())
-    assert said.count("answers are drawn with min_p=0.01, repetition_penalty=1.3, their") == 2
+    assert said.count("answers are drawn with min_p=0.01, repetition_penalty=1.3, their") == 4
     same_metrics(extras.metrics(), resumed.metrics(), rtol=1e-3, atol=1e-4)
     for name in ("actor", "actor_ema"):
         mine, theirs = (

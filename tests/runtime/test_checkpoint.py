@@ -1,6 +1,7 @@
 """Checkpoints: what is saved comes back bit for bit, on any mesh, or the error says why not."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -162,7 +163,7 @@ def test_a_damaged_checkpoint_is_named_with_the_way_around_it(
         for step, way in ((40, "go on from step 20"), (20, "begin the stage anew")):
             newest = tmp_path / str(step)
             (newest / file).write_bytes(b"")
-            advice = f"Delete {newest} to {way}$"
+            advice = f"If it is damaged, move it away to {way}$"
             with pytest.raises(ValueError, match=f"{newest} cannot be read: .*{cause}") as error:
                 _ = checkpoints.meta(step), checkpoints.restore(step, tree)
             assert re.search(advice, str(error.value))
@@ -184,3 +185,24 @@ def test_damaged_arrays_are_told_in_a_line(tmp_path: Path) -> None:
 def test_keep_must_be_positive(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keep=0"):
         Checkpoints(tmp_path, keep=0)
+
+
+def test_a_save_that_failed_is_told_once_and_the_next_one_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename, broken = os.rename, [True]
+
+    def fail_once(before: object, after: object, **options: object) -> None:
+        if broken and os.path.basename(str(after)) == "1":
+            broken.clear()
+            raise OSError("no such luck")
+        rename(before, after, **options)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(os, "rename", fail_once)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"x": jnp.ones(2)}, {})
+        with pytest.raises(OSError, match="no such luck"):
+            checkpoints.wait()
+        checkpoints.wait()
+        checkpoints.save(2, {"x": jnp.ones(2)}, {})
+    assert checkpoints.steps() == [2]

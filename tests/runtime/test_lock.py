@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -52,3 +53,21 @@ def test_a_file_system_without_locks_is_said(
     monkeypatch.setattr(fcntl, "flock", flock)
     with caplog.at_level("INFO"), locked(tmp_path):
         assert "a file system without locks: start one run at a time" in caplog.text
+
+
+def test_a_child_that_outlives_the_run_does_not_keep_it(tmp_path: Path) -> None:
+    """Such as the workers of a reward function."""
+    program = HOLD.replace("import pathlib", "import os, pathlib").replace(
+        'print("held"', 'os.fork() or time.sleep(600)\n    print("held"'
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        process.kill()
+        process.wait()
+        try:
+            with locked(tmp_path):
+                pass
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)

@@ -124,6 +124,18 @@ def test_hovering_shows_the_values_of_the_nearest_step(opened: Page) -> None:
     opened.wait_for("document.querySelector('.tip') === null")
 
 
+def test_values_do_not_stay_when_a_chart_is_drawn_anew(opened: Page) -> None:
+    opened.click("#tab-ppo")
+    chart = "#ppo .known .chart:nth-child(2) svg"
+    opened.hover(chart)
+    opened.wait_for("document.querySelector('.tip') !== null")
+    opened.evaluate(f"window.before = document.querySelector('{chart}')")
+    opened.look(width=1000)
+    opened.wait_for(f"document.querySelector('{chart}') !== window.before")
+    opened.hover("h1")
+    opened.wait_for("document.querySelector('.tip') === null")
+
+
 def test_a_value_that_is_not_finite_breaks_the_line_and_is_said(opened: Page) -> None:
     opened.click("#tab-ppo")
     reward = "#ppo .known .chart:nth-child(1)"

@@ -67,6 +67,7 @@ def test_a_signal_that_another_thread_gets_is_heard_while_waiting() -> None:
     heard = threading.Event()
 
     def finish() -> None:
+        assert threading.current_thread() is not threading.main_thread()
         time.sleep(3 * HEARD_AFTER)  # the main thread waits by now
         signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
         assert heard.wait(30), "the handler has not run"

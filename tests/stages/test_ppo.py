@@ -117,6 +117,12 @@ def test_sizes_that_do_not_fit_are_refused(changes: dict[str, Any], message: str
         PPOConfig(**changes)
 
 
+def test_numbers_of_numpy_are_numbers_and_nan_is_none() -> None:
+    assert PPOConfig(batch_size=np.int64(8)).batch_size == 8  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="clip_range must be at least 0, got nan"):
+        PPOConfig(clip_range=float("nan"))
+
+
 def test_settings_reach_what_reads_them() -> None:
     cfg = PPOConfig(
         kl_coef=0.3, adaptive_kl_target=4.0, adaptive_kl_horizon=50, missing_eos_penalty=1.5,

@@ -174,13 +174,13 @@ def test_an_output_directory_that_cannot_be_is_told_with_its_flag(
     for resume in (False, True):
         with pytest.raises(ValueError, match=f"^--output-dir={file}: is a file; name a directory$"):
             prepare(TrainConfig(output_dir=str(file), resume=resume))
-    with pytest.raises(OSError, match=rf"^--output-dir={file}/x cannot be written: Not a dir"):
+    with pytest.raises(OSError, match=rf"^--output-dir={file}/x cannot be used: Not a dir"):
         prepare(TrainConfig(output_dir=str(file / "x")))
 
     def read_only(self: Path, **flags: bool) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
 
     monkeypatch.setattr(Path, "mkdir", read_only)
-    message = "cannot be written: Read-only file system; choose another --output-dir$"
+    message = "cannot be used: Read-only file system; choose another --output-dir$"
     with pytest.raises(OSError, match=message):
         prepare(TrainConfig(output_dir=str(tmp_path / "run")))

@@ -143,7 +143,7 @@ def _by_entry(entry: Entry, columns: tuple[str, ...], stage: Stage, where: str) 
 
 def _by_columns(shape: Shape, columns: tuple[str, ...], stage: Stage) -> _Reader:
     has_margin = MARGIN in columns and "rejected" in shape.columns
-    has_label = LABEL in columns and "completion" in shape.columns
+    has_label = LABEL in columns and "completion" in shape.columns and stage != "ppo"
 
     def convert(row: Row, where: str) -> Example | str:
         if has_label and not is_good(row.get(LABEL), where):

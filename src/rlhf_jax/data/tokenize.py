@@ -300,7 +300,8 @@ class _Writer:
         return admitted
 
     def _ends_within(self, text: _Encoded) -> bool:
-        return any(self.encoder.ends_within(ids, text.record) for ids in text.answers)
+        room = self.max_length - len(text.prompt)
+        return any(self.encoder.ends_within(ids[:room], text.record) for ids in text.answers)
 
     def discard_equal(self, text: _Encoded) -> None:
         """Count a pair that was admitted and has equal rows."""

@@ -67,8 +67,8 @@ class Streamer:
 
     def answer(self, prompt: Sequence[int], *, seed: int = 0) -> Generator[str]:
         """The answer's text as it comes: without stop token, no character in halves."""
-        ids, stop_ids = self._checked(prompt), self._engine.stop_ids
-        return text_pieces(self._tokenizer, ids, self.tokens(ids, seed=seed), stop_ids)
+        tokens, stop_ids = self.tokens(prompt, seed=seed), self._engine.stop_ids
+        return text_pieces(self._tokenizer, prompt, tokens, stop_ids)
 
     def tokens(self, prompt: Sequence[int], *, seed: int = 0) -> Generator[list[int]]:
         """The answer's tokens as they come, up to `TOKENS_A_CALL` at a time, the stop token last.
@@ -79,7 +79,9 @@ class Streamer:
             ValueError: a text, an empty prompt, one with more than `room` tokens, or ids outside
                 the vocabulary.
         """
-        ids = self._checked(prompt)
+        return self._tokens(self._checked(prompt), seed)
+
+    def _tokens(self, ids: list[int], seed: int) -> Generator[list[int]]:
         state, produced = self._read(ids), []
         rows, key = self._rows(ids), jax.random.key(seed)
         limit = self._sampling.max_new_tokens

@@ -93,9 +93,10 @@ relu.defvjp(_relu_fwd, _relu_bwd)
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def look_up(table_VW: jax.Array, tokens: jax.Array, layout: Layout) -> jax.Array:
-    """Rows of the table, `[B, ...]` to `[B, ..., W]`. A device sums its part of the gradient in
-    float32: a frequent token has thousands of summands, and bfloat16 passes over what is less than
-    1/256 of a sum.
+    """Rows of the table, `[B, ...]` to `[B, ..., W]`; tokens are at least 0.
+
+    A device sums its part of the gradient in float32: a frequent token has thousands of summands,
+    and bfloat16 passes over what is less than 1/256 of a sum.
     """
     axes = ("batch",) + (None,) * tokens.ndim
     return table_VW.at[tokens].get(out_sharding=layout.spec(*axes), mode="clip")

@@ -9,7 +9,7 @@ not classes: a tree is read back into whatever tree of the same paths one asks f
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -70,8 +70,14 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Block until every save is on disk; an error of the background write is raised here."""
+
+        def finish() -> None:
+            with suppress(Exception):  # orbax raises it once in each thread: below
+                self._manager.wait_until_finished()
+
         with self._writing():
-            wait_for(self._manager.wait_until_finished)
+            wait_for(finish)
+            self._manager.wait_until_finished()
 
     def steps(self) -> list[int]:
         """The steps that can be restored, ascending; the one being written is not among them."""
@@ -123,17 +129,20 @@ class Checkpoints:
 
     @contextmanager
     def _reading(self, step: int) -> Iterator[None]:
-        """ValueError where a checkpoint cannot be read: which one, why, and how to do without."""
+        """ValueError where a checkpoint is damaged: which one, why, and how to do without."""
         try:
             yield
-        except RuntimeError:  # JAX's: the devices have no room for it
-            raise
         except Exception as error:  # orbax raises bare ones for damaged arrays
+            missing = isinstance(error, FileNotFoundError)
+            # No room on the devices (JAX's is a RuntimeError) or the host, or a disk that fails.
+            if isinstance(error, RuntimeError | MemoryError | OSError) and not missing:
+                raise
             before = max((other for other in self.steps() if other != step), default=None)
             there = "begin the stage anew" if before is None else f"go on from step {before}"
             path = self.directory / str(step)
             raise ValueError(
-                f"the checkpoint {path} cannot be read: {_cause(error)}. Delete {path} to {there}"
+                f"the checkpoint {path} cannot be read: {_cause(error)}. If it is damaged, move it "
+                f"away to {there}"
             ) from error
 
     def _complete(self, step: int) -> bool:

@@ -36,6 +36,7 @@ def locked(directory: Path) -> Iterator[None]:
             if error.errno not in NO_LOCKS:
                 raise
             logger.info("%s is on a file system without locks: start one run at a time", directory)
+        os.register_at_fork(after_in_child=file.close)  # else a child could keep it beyond the run
         file.truncate(0)
         file.write(f"process {os.getpid()} on host {socket.gethostname()}")
         file.flush()

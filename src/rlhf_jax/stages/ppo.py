@@ -238,7 +238,10 @@ def train(
             progress("ppo", num_steps, done=start, every=run.cfg.log_interval)
         )
         if start:
-            check_same_rows("ppo", checkpoints.meta(start), data.train)
+            meta = checkpoints.meta(start)
+            check_same_rows("ppo", meta, data.train)
+            if data.ptx is not None:
+                check_same_rows("ppo", meta, data.ptx, name="pretraining text")
         run.begin("ppo", start or None)
         with run.timer.phase("evaluate"):
             before = evaluator.measure(0, roles)  # also what later answers are shown beside
@@ -277,6 +280,8 @@ def train(
             if stopping or run.due(run.cfg.save_interval, done, num_steps):
                 saved = (roles.actor, roles.critic, beside)
                 meta = {"stage": "ppo", "step": done, "data": data.train.fingerprint}
+                if data.ptx is not None:
+                    meta["pretraining text"] = data.ptx.fingerprint
                 checkpoints.save(done, saved, meta)
             if stopping:
                 checkpoints.wait()

@@ -1,13 +1,15 @@
 """Checks that the configs of the stages share."""
 
+from numbers import Real
+
 
 def check_at_least(owner: object, minimum: float, *names: str) -> None:
     """ValueError naming the first of these fields below `minimum` or no number (None passes)."""
     for name in names:
         value = getattr(owner, name)
-        if value is not None and not isinstance(value, int | float):
+        if value is not None and not isinstance(value, Real):
             raise ValueError(f"{name} must be a number, got {value!r}")
-        if value is not None and value < minimum:
+        if value is not None and not float(value) >= minimum:
             raise ValueError(f"{name} must be at least {minimum}, got {value}")
 
 

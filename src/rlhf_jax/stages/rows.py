@@ -201,12 +201,14 @@ def remarks(
         yield f"{stage}: {most} of {num_held_out} held-out rows are evaluated ({flag})"
 
 
-def check_same_rows(stage: StageName, saved: Mapping[str, Any], loader: Loader[Any]) -> None:
+def check_same_rows(
+    stage: StageName, saved: Mapping[str, Any], loader: Loader[Any], *, name: str = "data"
+) -> None:
     """ValueError where a resumed run has other train rows than the checkpoint that says `saved`."""
-    before = saved.get("data", loader.fingerprint)  # older checkpoints do not say
+    before = saved.get(name, loader.fingerprint)  # older checkpoints do not say
     if before != loader.fingerprint:
         raise ValueError(
-            f"--resume: {stage} was trained on other data: {before} then, {loader.fingerprint} "
+            f"--resume: {stage} was trained on other {name}: {before} then, {loader.fingerprint} "
             "now. Put back what it was trained on, or start anew with --overwrite-output-dir"
         )
 

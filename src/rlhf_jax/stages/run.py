@@ -177,9 +177,14 @@ def prepared_directory(cfg: TrainConfig, config_yaml: str) -> Iterator[None]:
     directory = Path(cfg.output_dir)
     with ExitStack() as held:
         with told_as_output_dir(directory):
-            check_directory(cfg, directory)
-            directory.mkdir(parents=True, exist_ok=True)
-            held.enter_context(locked(directory))
+            if (directory / LOCK_FILE).exists():
+                held.enter_context(locked(directory))
+                check_directory(cfg, directory)
+            else:  # no lock is left in a directory of something else
+                check_directory(cfg, directory)
+                directory.mkdir(parents=True, exist_ok=True)
+                held.enter_context(locked(directory))
+                check_directory(cfg, directory)  # another run may have begun
             if cfg.overwrite_output_dir:
                 clear(directory)
             advice = "Free some space, or use another --output-dir"
@@ -196,7 +201,7 @@ def told_as_output_dir(directory: Path) -> Iterator[None]:
         if error.errno is None:  # it is told already
             raise
         raise OSError(
-            f"--output-dir={directory} cannot be written: {error.strerror}; choose another "
+            f"--output-dir={directory} cannot be used: {error.strerror}; choose another "
             "--output-dir"
         ) from error
 
@@ -205,9 +210,6 @@ def check_directory(cfg: TrainConfig, directory: Path) -> None:
     """ValueError where this run may not write there; writes nothing into what is none of ours."""
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"--output-dir={directory}: is a file; name a directory")
-    if (directory / LOCK_FILE).exists():
-        with locked(directory):
-            pass
     config_file = directory / CONFIG_FILE
     holds_run = config_file.exists()
     if cfg.resume:

@@ -139,6 +139,7 @@ class ChartView {
     svg.setAttribute("tabindex", "0");
     svg.setAttribute("aria-label", `${this.chart.title}: ${this.chart.names.join(", ")}`);
     this.svg = svg;
+    this.tip?.remove();
     this.box.replaceChildren(svg);
     this.note.textContent = "";
     if (!this.numbers.length) {
