@@ -109,8 +109,7 @@ def build_experience(
     coef = settings.kl_coef if kl_coef is None else kl_coef
     rewarded_B = scores_B if rewarded_scores_B is None else rewarded_scores_B
     rewards_BR = token_rewards(
-        rewarded_B,
-        logprobs_BR, ref_logprobs_BR, slots_BR, response_lengths_B, ended_B,
+        rewarded_B, logprobs_BR, ref_logprobs_BR, slots_BR, response_lengths_B, ended_B,
         kl_coef=coef, kl_kind=settings.kl_kind, score_clip=settings.score_clip,
         missing_eos_penalty=settings.missing_eos_penalty,
     )  # fmt: skip
@@ -136,9 +135,7 @@ def build_experience(
     )
     metrics = kl_metrics(experience, slots_BR, coef, settings.kl_kind)
     metrics |= objective_metrics(experience, slots_BR, rewards_BR, entropies_BR)
-    if settings.score_clip is not None:
-        clipped_B = jnp.abs(rewarded_B) > settings.score_clip
-        metrics["objective/scores_clipped"] = masked_mean(clipped_B, valid_B)
+    metrics |= clip_metrics(rewarded_B, valid_B, settings.score_clip)
     return experience, metrics | length_metrics(response_lengths_B, ended_B, valid_B, width)
 
 
@@ -184,6 +181,15 @@ def objective_metrics(
     if entropies_BR is not None:
         metrics["objective/entropy"] = mean_row_sum(entropies_BR, slots_BR, experience.valid_B)
     return metrics
+
+
+def clip_metrics(
+    scores_B: jax.Array, valid_B: jax.Array, clip: float | None
+) -> dict[str, jax.Array]:
+    """The share of scores beyond the clip, where there is one."""
+    if clip is None:
+        return {}
+    return {"objective/scores_clipped": masked_mean(jnp.abs(scores_B) > clip, valid_B)}
 
 
 def mean_row_sum(x_BR: jax.Array, mask_BR: jax.Array, valid_B: jax.Array) -> jax.Array:

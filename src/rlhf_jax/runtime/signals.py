@@ -13,8 +13,6 @@ from rlhf_jax.runtime.log import say
 NAMES = {signal.SIGINT: "ctrl-C", signal.SIGTERM: "SIGTERM"}
 SAME_REQUEST = 2.0
 """Seconds in which signals are one: `uv run` and `timeout` send again what has come already."""
-
-
 HEARD_AFTER = 0.2
 """Seconds that a signal can go unheard in `wait_for`."""
 

@@ -230,18 +230,14 @@ def train(
     num_steps: int,
 ) -> tuple[Roles, EMA | None]:
     """The PPO loop; starts after the last checkpoint on a resume."""
-    cfg = run.cfg.ppo
-    beside = Companions.create(cfg, roles, engine.compute)
+    beside = Companions.create(run.cfg.ppo, roles, engine.compute)
     with run.checkpoints("ppo") as checkpoints, ExitStack() as stack:
         start = (checkpoints.latest_step() if run.cfg.resume else None) or 0
         bar = stack.enter_context(
             progress("ppo", num_steps, done=start, every=run.cfg.log_interval)
         )
         if start:
-            meta = checkpoints.meta(start)
-            check_same_rows("ppo", meta, data.train)
-            if data.ptx is not None:
-                check_same_rows("ppo", meta, data.ptx, name="pretraining text")
+            check_same_rows("ppo", checkpoints.meta(start), data.fingerprints)
         run.begin("ppo", start or None)
         with run.timer.phase("evaluate"):
             before = evaluator.measure(0, roles)  # also what later answers are shown beside
@@ -265,10 +261,10 @@ def train(
                 wait.append(all_losses)
             done = step + 1
             metrics |= means(all_losses)
-            if not cfg.actor_lora.drops:
-                # Before any update the new log-probabilities are the training graph's of the policy
-                # that sampled: what differs is the sampler's arithmetic.
-                first = all_losses[0]["policy/abs_log_ratio"]
+            # Before any update the new log-probabilities are the training graph's of the policy
+            # that sampled: what differs is the sampler's arithmetic, and what adapters drop.
+            first = all_losses[0]["policy/abs_log_ratio"]
+            if not run.cfg.ppo.actor_lora.drops:
                 metrics.setdefault("rollout/logprob_diff_mean", first)
             metrics |= throughput(run, engine, data, metrics)
             if run.due(run.cfg.eval_interval, done, num_steps):
@@ -279,9 +275,7 @@ def train(
             stopping = run.should_stop(logged=True)
             if stopping or run.due(run.cfg.save_interval, done, num_steps):
                 saved = (roles.actor, roles.critic, beside)
-                meta = {"stage": "ppo", "step": done, "data": data.train.fingerprint}
-                if data.ptx is not None:
-                    meta["pretraining text"] = data.ptx.fingerprint
+                meta = {"stage": "ppo", "step": done} | data.fingerprints
                 checkpoints.save(done, saved, meta)
             if stopping:
                 checkpoints.wait()

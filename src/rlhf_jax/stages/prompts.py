@@ -36,6 +36,12 @@ class PromptData:
     rows: Mapping[int, PromptRow]
     ptx: Loader[TextBatch] | None = None
 
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Of all rows that train, by what they are: what a resume compares."""
+        loaders = {"data": self.train, "pretraining text": self.ptx}
+        return {what: one.fingerprint for what, one in loaders.items() if one is not None}
+
 
 def ppo_data(run: Run, actor: Pretrained) -> PromptData:
     """Reads, tokenises and batches prompts. Where nothing is held out, evaluation is empty."""

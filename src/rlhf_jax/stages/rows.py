@@ -201,16 +201,18 @@ def remarks(
         yield f"{stage}: {most} of {num_held_out} held-out rows are evaluated ({flag})"
 
 
-def check_same_rows(
-    stage: StageName, saved: Mapping[str, Any], loader: Loader[Any], *, name: str = "data"
-) -> None:
-    """ValueError where a resumed run has other train rows than the checkpoint that says `saved`."""
-    before = saved.get(name, loader.fingerprint)  # older checkpoints do not say
-    if before != loader.fingerprint:
-        raise ValueError(
-            f"--resume: {stage} was trained on other {name}: {before} then, {loader.fingerprint} "
-            "now. Put back what it was trained on, or start anew with --overwrite-output-dir"
-        )
+def check_same_rows(stage: StageName, saved: Mapping[str, Any], rows: Mapping[str, str]) -> None:
+    """ValueError where a resumed run has other train rows than the checkpoint that says `saved`.
+
+    `rows` are fingerprints, by what the rows are.
+    """
+    for what, now in rows.items():
+        before = saved.get(what, now)  # older checkpoints do not say
+        if before != now:
+            raise ValueError(
+                f"--resume: {stage} was trained on other {what}: {before} then, {now} now. Put "
+                "back what it was trained on, or start anew with --overwrite-output-dir"
+            )
 
 
 def count_rows(batches: Sequence[TextBatch] | Sequence[PairBatch]) -> int:

@@ -125,7 +125,7 @@ def fit(
         )
         if start is not None:
             saved = checkpoints.meta(start)
-            check_same_rows(stage, saved, loader)
+            check_same_rows(stage, saved, {"data": loader.fingerprint})
             check_same_batches(stage, saved, loader)
             state = checkpoints.restore(start, state, free=True)
         run.begin(stage, start)
