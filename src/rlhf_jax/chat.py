@@ -167,11 +167,10 @@ def prepare(
     from rlhf_jax.inference.conversation import SHORTEST_HISTORY, Conversation
     from rlhf_jax.inference.pieces import Limit, text_pieces, until
     from rlhf_jax.inference.places import choose_form
+    from rlhf_jax.inference.rows import window_of
 
     positions = model.config.max_positions
-    window = cfg.context or min(positions, LONGEST_CONTEXT)
-    if window > positions:
-        raise ValueError(f"--context={window} is more than the model's {positions} positions")
+    window = window_of("--context", cfg.context, LONGEST_CONTEXT, positions)
     longest = cfg.max_new_tokens or max(min(256, window // 4), 1)
     if longest >= window:
         raise ValueError(

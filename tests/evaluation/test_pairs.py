@@ -55,6 +55,12 @@ def test_scores_are_the_model_s_and_figures_those_of_a_loop(
     assert f"{report['accuracy']['value']:.3f}" in capsys.readouterr().out
 
 
+def test_more_tokens_than_positions_are_refused(directory_of, pairs, tmp_path, capsys) -> None:
+    argv = [str(directory_of("llama_scorer")), str(tmp_path / "pairs.jsonl"), "--mesh=1x1"]
+    assert main(["reward", *argv, "--max-length=65"]) == 1
+    assert "--max-length=65 is more than the model's 64 positions" in capsys.readouterr().err
+
+
 def rows_of(lengths: list[int], others: list[int]) -> list[PairRow]:
     return [
         PairRow(np.zeros(4 + c, np.int32), np.zeros(4 + r, np.int32), 4)

@@ -99,6 +99,17 @@ def test_few_steps_and_a_batch_larger_than_the_rows_are_told(model: Pretrained) 
     assert said(cfg, model, "sft", 64) == ""
 
 
+def test_scores_in_units_of_another_token_are_told(model: Pretrained) -> None:
+    cfg = replace(quickstart(), step=(3,))
+
+    def told(**changes: Any) -> str:
+        return said(replace(cfg, ppo=replace(cfg.ppo, **changes)), model, "ppo", 640)
+
+    assert "ppo: --ppo.no-train-eos reads scores before the token" in told(train_eos=False)
+    assert told(train_eos=False, standardize_score=False) == ""
+    assert told(train_eos=False, reward_model_weight=0.0, reward_fn=("a:b",)) == told() == ""
+
+
 def test_a_warm_up_longer_than_the_stage_is_told(model: Pretrained) -> None:
     """Of PPO the updates count: 2 iterations of 4 minibatches, twice."""
     cfg = quickstart()
@@ -275,8 +286,23 @@ def test_a_weighted_source_whose_rows_are_all_too_long_is_named(
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps(LONG[0]) + "\n", encoding="utf-8")
     data = replace(cfg.data, data_path=(str(tmp_path), str(long)), data_weights=(1.0, 1.0))
-    with pytest.raises(ValueError, match=r"leaves no train row of .*long\.jsonl, which has a we"):
+    with pytest.raises(
+        ValueError, match=r"leaves no train row of .*long\.jsonl, which has a we"
+    ) as error:
         read_rows(replace(cfg, data=data), "sft", model, tokenize_sft)
+    assert "Raise --" in str(error.value)
+
+
+def test_of_a_weighted_source_of_empty_answers_no_length_is_to_blame(
+    tmp_path: Path, model: Pretrained
+) -> None:
+    cfg = config(tmp_path, SHORT, [])
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text(json.dumps({"prompt": "p", "completion": ""}) + "\n", encoding="utf-8")
+    data = replace(cfg.data, data_path=(str(tmp_path), str(empty)), data_weights=(1.0, 1.0))
+    with pytest.raises(ValueError, match=r"empty\.jsonl, which .*\. Fill in answers") as error:
+        read_rows(replace(cfg, data=data), "sft", model, tokenize_sft)
+    assert "aise" not in str(error.value)
 
 
 def test_a_source_without_pairs_stops_step_2(tmp_path: Path, model: Pretrained) -> None:

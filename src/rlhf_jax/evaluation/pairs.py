@@ -17,6 +17,7 @@ from rlhf_jax.evaluation.statistics import (
     wins,
 )
 from rlhf_jax.inference.places import find_reward
+from rlhf_jax.inference.rows import window_of
 from rlhf_jax.inference.session import Model, load
 
 GROUPS = 5
@@ -27,15 +28,16 @@ def evaluate_reward(cfg: Reward) -> dict[str, Any]:
     """The report of a reward model on preference pairs.
 
     Raises:
-        ValueError: a language model, or no pair is left.
+        ValueError: a language model, more tokens than it has positions, or no pair is left.
         FileNotFoundError: no such model or data.
     """
     examples, read = read_rows(cfg.data, "reward", cfg.max_rows)
     judge = load_judge(cfg.model, cfg)
+    positions = judge.config.max_positions
     rows, report = tokenize_pairs(
         examples,
         judge.tokenizer,
-        max_length=min(cfg.max_length or judge.config.max_positions, judge.config.max_positions),
+        max_length=window_of("--max-length", cfg.max_length, positions, positions),
         overlong=cfg.overlong,
         chat_format="template" if judge.tokenizer.chat_template else "human_assistant",
         stop_ids=judge.stop_ids,

@@ -12,6 +12,7 @@ from rlhf_jax.data.sources import local_path
 from rlhf_jax.data.tokenize import tokenize_sft
 from rlhf_jax.evaluation.config import Perplexity
 from rlhf_jax.evaluation.reading import check_any, is_text, read_document, read_rows
+from rlhf_jax.inference.rows import window_of
 from rlhf_jax.inference.session import Model, load
 
 LONGEST_WINDOW = 2048
@@ -87,7 +88,7 @@ def text_windows(
 ) -> tuple[list[Window], dict[str, Any]]:
     """Windows over every document, and how they were made."""
     encoder = Encoder(model.tokenizer)
-    size = window_size(model, cfg, LONGEST_WINDOW)
+    size = window_of("--window", cfg.window, LONGEST_WINDOW, model.config.max_positions)
     # Without a token in front the first one of a window has no prediction: it repeats one.
     overlap = max(cfg.overlap, 0 if encoder.prefix else 1)
     if overlap + len(encoder.prefix) >= size:
@@ -98,14 +99,6 @@ def text_windows(
     ]
     facts = {"counted": "text", "documents": len(documents), "window": size, "overlap": overlap}
     return windows, facts
-
-
-def window_size(model: Model, cfg: Perplexity, usual: int) -> int:
-    """`--window`, or what is usual; ValueError where the model has fewer positions than asked."""
-    positions = model.config.max_positions
-    if (cfg.window or 0) > positions:
-        raise ValueError(f"--window={cfg.window} is more than the model's {positions} positions")
-    return cfg.window or min(positions, usual)
 
 
 def cut(ids: Sequence[int], prefix: Sequence[int], size: int, overlap: int) -> Iterator[Window]:
@@ -126,7 +119,8 @@ def answer_windows(
     model: Model, examples: Sequence[Example], cfg: Perplexity
 ) -> tuple[list[Window], dict[str, Any]]:
     """Rows of prompt and answer, as step 1 reads them: the answer and its end are counted."""
-    size = window_size(model, cfg, model.config.max_positions)
+    positions = model.config.max_positions
+    size = window_of("--window", cfg.window, positions, positions)
     rows, report = tokenize_sft(
         examples,
         model.tokenizer,

@@ -83,6 +83,13 @@ def check_fits(rows: Sequence[np.ndarray], max_new_tokens: int, max_positions: i
             )
 
 
+def window_of(flag: str, asked: int | None, usual: int, positions: int) -> int:
+    """Tokens at once: `asked`, or what is usual; ValueError where the model has fewer positions."""
+    if (asked or 0) > positions:
+        raise ValueError(f"{flag}={asked} is more than the model's {positions} positions")
+    return asked or min(usual, positions)
+
+
 def bucket(length: int, limit: int) -> int:
     """The next power of two, at most `limit`: few lengths, so few programs compile."""
     return min(max(SHORTEST_BUCKET, 1 << (length - 1).bit_length()), limit)

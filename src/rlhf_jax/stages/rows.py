@@ -81,13 +81,14 @@ def read_rows[Row](
     }
     train, report = tokenize(records.train, model.tokenizer, **settings)
     ways = flag + " or --data.overlong=cut" * (cfg.data.overlong == "drop")
+    fixes = list(remedies(cfg, stage, report))
     if not train:
-        advice = ", or ".join([*remedies(cfg, stage, report), "give other data"])
+        advice = ", or ".join([*fixes, "give other data"])
         raise ValueError(
             f"{stage}: of {len(records.train)} train rows none is left after tokenising: {report}. "
             f"{advice.capitalize()}"
         )
-    mixture = mixture_of(cfg, train, records.weights, str(report)) if records.weights else None
+    mixture = mixture_of(cfg, train, records.weights, report, fixes) if records.weights else None
     notes = [*records.notes, f"{stage}: {counted(report, ways)}"]
     if mixture is not None:
         paths = (*cfg.data.data_path, *cfg.data.sft_only_data_path)
@@ -132,16 +133,21 @@ def read_records(cfg: TrainConfig, stage: StageName) -> StageRecords:
 
 
 def mixture_of(
-    cfg: TrainConfig, rows: Sequence[Any], weights: Sequence[float], report: str
+    cfg: TrainConfig,
+    rows: Sequence[Any],
+    weights: Sequence[float],
+    report: TokenizeReport,
+    fixes: Sequence[str],
 ) -> Mixture:
     """The mixture of a weighted blend; ValueError where tokenising leaves a source no row."""
     sources = [row.source for row in rows]
     paths = (*cfg.data.data_path, *cfg.data.sft_only_data_path)
     empty = [paths[n] for n in sorted({*range(len(weights))} - {*sources})]
     if empty:
+        advice = ", or ".join([*fixes, "leave it out"])
         raise ValueError(
             f"tokenising leaves no train row of {', '.join(empty)}, which has a weight in "
-            f"--data.data-weights ({report}): raise the maximum length, or leave it out"
+            f"--data.data-weights: {report}. {advice.capitalize()}"
         )
     return Mixture.of(sources, weights)
 
@@ -199,6 +205,13 @@ def remarks(
         flag, most = "--ppo.num-eval-prompts", cfg.ppo.num_eval_prompts
     if most < num_held_out:
         yield f"{stage}: {most} of {num_held_out} held-out rows are evaluated ({flag})"
+    at_end = cfg.ppo.standardize_score and cfg.ppo.reward_model_weight
+    if stage == "ppo" and at_end and not cfg.ppo.train_eos:
+        yield (
+            "ppo: --ppo.no-train-eos reads scores before the token that ends an answer, and the "
+            "mean and deviation that standardise them are those at it: take them from the answers "
+            "with --ppo.no-standardize-score --ppo.score-scaling=running_mean_std"
+        )
 
 
 def check_same_rows(stage: StageName, saved: Mapping[str, Any], rows: Mapping[str, str]) -> None:
