@@ -193,6 +193,9 @@ def test_noise_depends_on_key_sample_and_index_and_not_on_the_place_in_the_batch
         ({"top_k": -1}, "top_k must be 0 .* got top_k=-1"),
         ({"min_p": 1.5}, r"min_p must lie in \[0, 1\] .* got 1.5"),
         ({"repetition_penalty": 0.0}, "repetition_penalty must be positive .* got 0.0"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty must be .* got inf"),
+        ({"temperature": float("inf")}, "temperature must be .* got inf"),
+        ({"temperature": float("nan")}, "temperature must be .* got nan"),
         ({"top_p": 0.0}, r"top_p in \(0, 1\], got .*top_p=0.0"),
     ],
 )

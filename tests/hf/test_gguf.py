@@ -174,6 +174,8 @@ def test_a_type_that_is_not_supported_names_tensor_and_type(tmp_path: Path) -> N
             "llama.rope.dimension_count=4 is not supported: heads have 8",
         ),
         ({"rope.scaling.type": "yarn"}, "rope_type='yarn' is not supported"),
+        ({"rope.scaling.factor": 4.0}, "rope_type='linear' is not supported"),
+        ({"rope.scale_linear": 4.0}, "rope_type='linear' is not supported"),
         ({"expert_count": 8}, "num_local_experts=8 is not supported"),
         ({"split.count": 3}, "is one of 3 parts: merge them first"),
     ],

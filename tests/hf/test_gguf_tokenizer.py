@@ -131,3 +131,24 @@ def test_a_real_file_has_the_tokenizer_of_its_hugging_face_directory(shared_data
     text = made.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     assert text == golden["chat_prompt"]
     assert made.encode(golden["chat_prompt"]) == golden["chat_prompt_ids"]
+
+
+@pytest.mark.parametrize(
+    ("pre", "told", "ids"),
+    [
+        ("llama-bpe", {}, [3, 2]),
+        ("llama3", {}, [3, 2]),
+        ("llama-bpe", {"add_bos_token": False}, [2]),
+        ("qwen2", {}, [2]),
+        ("gpt-2", {}, [2]),
+    ],
+)
+def test_llama_3s_texts_begin_with_bos_where_the_file_does_not_say(
+    tmp_path: Path, pre: str, told: dict[str, Any], ids: list[int]
+) -> None:
+    """As llama.cpp reads such files: their converters left the key out."""
+    file = file_of(
+        tmp_path, model="gpt2", pre=pre, tokens=["a", "b", "ab", "<s>", "</s>"],
+        token_type=[1, 1, 1, 3, 3], merges=["a b"], bos_token_id=3, eos_token_id=4, **told,
+    )  # fmt: skip
+    assert gguf_tokenizer(open_gguf(file)).encode("ab") == ids

@@ -13,6 +13,7 @@ from rlhf_jax.hf.checkpoint import open_checkpoint
 from rlhf_jax.hf.config_io import load_config
 from rlhf_jax.hf.convert import has_scalar_head, load_with_report
 from rlhf_jax.hf.export import save_hf
+from rlhf_jax.hf.peft import embedding_name
 from rlhf_jax.hf.safetensors_io import read_header, write_file
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.opt import size
@@ -180,3 +181,14 @@ def test_config_sizes_are_those_of_the_file(golden):
     cfg = load_config(golden("llama"))
     assert isinstance(cfg, ModelConfig)
     assert (cfg.mlp_width, cfg.padded_mlp, cfg.num_kv_heads) == (172, 256, 2)
+
+
+def test_a_head_beside_the_embedding_that_it_is_tied_to_must_equal_it(copy_of, load) -> None:
+    directory = copy_of("opt")
+    name = embedding_name(load_config(directory))
+    rewrite(directory, lambda tensors: tensors.update({"lm_head.weight": tensors[name]}))
+    load(directory)
+    rewrite(directory, lambda tensors: tensors.update({"lm_head.weight": -tensors[name]}))
+    with pytest.raises(ValueError, match=r"lm_head\.weight differs from the embedding"):
+        load(directory)
+    load(directory, scalar=True, head="new")  # which needs no unembedding

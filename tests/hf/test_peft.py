@@ -16,7 +16,7 @@ from meshes.reshard import put_batch
 from rlhf_jax.data.byte_tokenizer import byte_tokenizer
 from rlhf_jax.hf.config_io import load_config
 from rlhf_jax.hf.export import save_hf
-from rlhf_jax.hf.peft import open_adapter
+from rlhf_jax.hf.peft import embedding_name, open_adapter
 from rlhf_jax.hf.peft_export import save_adapter, short_names
 from rlhf_jax.hf.pretrained import find_pretrained
 from rlhf_jax.hf.safetensors_io import read_header, write_file
@@ -241,6 +241,29 @@ def test_an_adapter_of_another_size_is_refused(placed, golden):
         find_pretrained(str(directory))
 
 
+def test_half_an_adapter_is_refused(placed):
+    directory = placed("opt_adapter", "opt")
+    file, gone = directory / "adapter_model.safetensors", "layers.0.self_attn.q_proj.lora_B.weight"
+    arrays = {n: np.array(t.view()) for n, t in read_header(file).items() if not n.endswith(gone)}
+    write_file(file, {n: (a.dtype, a.shape) for n, a in arrays.items()}, arrays.items())
+    with pytest.raises(ValueError, match=f"missing: model.decoder.{gone}"):
+        find_pretrained(str(directory))
+
+
+def test_an_embedding_that_peft_untied_is_refused(placed):
+    """Its copy was trained, and the head is still the base's, unless the config says otherwise."""
+    directory = placed("opt_adapter", "opt")
+    base = Path(open_adapter(directory).base)
+    name = embedding_name(load_config(base))
+    table = np.array(read_header(base / "model.safetensors")[name].view())
+    rewrite(directory, lambda _, array: array, {f"base_model.model.{name}": table + 1})
+    with pytest.raises(ValueError, match=r"trained embedding and no lm_head\.weight"):
+        find_pretrained(str(directory))
+    config = directory / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"ensure_weight_tying": True}))
+    assert find_pretrained(str(directory)).adapter is not None
+
+
 def rewrite(directory: Path, change: Any, extra: dict[str, np.ndarray] | None = None) -> None:
     """The weights of an adapter with other values."""
     file = directory / "adapter_model.safetensors"
@@ -254,6 +277,8 @@ def rewrite(directory: Path, change: Any, extra: dict[str, np.ndarray] | None = 
     [
         ({"use_dora": True}, "use_dora=True is not supported, only False"),
         ({"peft_type": "IA3"}, "peft_type='IA3' is not supported"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not supported"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights='olora' is not supported"),
         ({"base_model_name_or_path": None}, "names no base_model_name_or_path: write there"),
         ({"base_model_name_or_path": "/nowhere"}, "is an adapter, its base model /nowhere cannot"),
         ({"base_model_name_or_path": "quickstart"}, "for quickstart, which is not a checkpoint"),

@@ -158,6 +158,13 @@ def test_ctrl_c_in_a_script_ends_it() -> None:
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.parametrize("line", [b'{"text": "hello"}', b"[1]", b'{"prompt": 3}', b"no", b"\xff"])
+def test_other_files_beside_a_model_say_nothing(tmp_path, line) -> None:
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "mine.jsonl").write_bytes(line + b"\n")
+    assert sampled_turn_format(str(tmp_path / "model.gguf")) is None
+
+
 def test_a_run_is_asked_as_it_was_trained(run_directory, pipe, capsys) -> None:
     """Its sample tables show how; a half-written last line is not read."""
     (run_directory / "samples").mkdir()

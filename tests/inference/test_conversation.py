@@ -54,6 +54,13 @@ def test_a_question_written_as_a_transcript_is_taken_as_it_is() -> None:
     assert encode([Turn(text)], "") == byte_tokenizer().encode(text)
 
 
+@pytest.mark.parametrize("turn_format", ["{}\n\n", "\n\n{}", " {} "])
+def test_white_space_around_a_question_is_a_format_too(turn_format: str) -> None:
+    encode, text = by_turns(byte_tokenizer(), turn_format).encode, turn_format.format("hello")
+    assert encode([Turn("hello")], "") == byte_tokenizer().encode(text)
+    assert encode([Turn(text)], "") == byte_tokenizer().encode(text)
+
+
 def test_a_format_needs_one_place_for_the_question() -> None:
     for turn_format in ("Human:", "{} {}", ""):
         with pytest.raises(ValueError, match="must have one {}"):

@@ -122,6 +122,14 @@ def test_where_and_how_a_model_cannot_be_saved_is_explained(llama, tmp_path) -> 
     with pytest.raises(ValueError, match="dtype='int8' is not supported: use float32, float16, bf"):
         llama.save_hf(tmp_path / "model", dtype="int8")
     assert [path.name for path in tmp_path.iterdir()] == ["notes.md"]
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    with pytest.raises(
+        ValueError, match=r"adapter holds an adapter \(adapter_config.json\): name "
+    ):
+        llama.save_hf(adapter)  # transformers would add it to the merged model
+    assert len(list(adapter.iterdir())) == 1
 
 
 def test_a_call_has_a_limit_of_prompts(llama, monkeypatch) -> None:

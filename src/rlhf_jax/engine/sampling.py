@@ -1,5 +1,6 @@
 """Choosing the next token: greedy, temperature, top-k, top-p, with a key for every sample."""
 
+import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -40,7 +41,7 @@ class SamplingConfig:
                 f"min_new_tokens={self.min_new_tokens} must lie between 0 and "
                 f"max_new_tokens={self.max_new_tokens}"
             )
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
         if self.top_k < 0 or not 0 < self.top_p <= 1:
             raise ValueError(
@@ -49,7 +50,7 @@ class SamplingConfig:
             )
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must lie in [0, 1] (0 is off), got {self.min_p}")
-        if self.repetition_penalty <= 0:
+        if not 0 < self.repetition_penalty < math.inf:
             raise ValueError(
                 f"repetition_penalty must be positive (1 is off), got {self.repetition_penalty}"
             )

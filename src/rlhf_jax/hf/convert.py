@@ -22,6 +22,8 @@ from rlhf_jax.hf.pieces import HEADS, SCORE_HEAD, Leaf, all_shapes, find_prefix,
 from rlhf_jax.hf.tensors import FLOAT_DTYPES, StoredTensor
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.families import find_family
+from rlhf_jax.models.hf_table import Rows
+from rlhf_jax.models.params import Params
 from rlhf_jax.models.quantized import quantize_leaf
 
 log = logging.getLogger(__name__)
@@ -85,7 +87,10 @@ def load_with_report(
 ) -> tuple[Any, LoadReport]:  # fmt: skip
     """`load_params`, and what it cost."""
     began, report = time.perf_counter(), LoadReport()
-    checkpoint = replaced(open_checkpoint(directory), cfg, instead or {})
+    found = open_checkpoint(directory)
+    if cfg.tie_embeddings and isinstance(specs, Params):
+        check_tied(found, cfg)
+    checkpoint = replaced(found, cfg, instead or {})
     leaves = plan(specs, cfg, checkpoint)
     check(leaves, cfg, checkpoint, head)
     arrays, near = [], replace(layout, memory=None)
@@ -101,6 +106,23 @@ def load_with_report(
     report.seconds = time.perf_counter() - began
     tree = jax.tree.structure(specs, is_leaf=lambda node: hasattr(node, "axes"))
     return jax.tree.unflatten(tree, arrays), report
+
+
+def check_tied(checkpoint: Checkpoint, cfg: ModelConfig) -> None:
+    """ValueError where an unembedding is there that differs from the embedding it is tied to."""
+    family, tensors = find_family(cfg.family), checkpoint.tensors
+    usual = family.body_prefixes[0]
+    source = family.table["embed_VW"]
+    assert isinstance(source, Rows)
+    table = tensors.get(find_prefix(family, tensors) + source.tensor.removeprefix(usual))
+    head = tensors.get("lm_head.weight")
+    if head is None or table is None or head == table:
+        return
+    if not np.array_equal(head.view(), table.view()):
+        raise ValueError(
+            f"{checkpoint.source}: lm_head.weight differs from the embedding, to which config.json "
+            "ties it; transformers 5 leaves them apart: write tie_word_embeddings false there"
+        )
 
 
 def replaced(

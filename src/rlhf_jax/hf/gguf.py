@@ -224,7 +224,9 @@ def head_size(file: GGUFFile, default: int) -> int:
 def rope_parameters(file: GGUFFile) -> dict[str, Any]:
     """Base and scaling of rotary positions in config.json's terms."""
     theta = float(file.of("rope.freq_base", 10000.0))
-    kind = file.of("rope.scaling.type", "none")
+    # Without a type llama.cpp scales linearly, by either key.
+    factor = file.of("rope.scaling.factor", file.of("rope.scale_linear", 1.0))
+    kind = file.of("rope.scaling.type", "none" if factor in (0, 1) else "linear")
     if kind != "none":
         return {"rope_theta": theta, "rope_type": kind}
     if ROPE_FACTORS not in file.tensors:

@@ -79,7 +79,8 @@ def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
     tokenizer.add_tokens([plain(text, special=False) for text in told.texts(USER_DEFINED)])
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     specials = {f"{name}_token": told.special(key) for name, key in names.items()}
-    add_bos = told.get("add_bos_token", kind == "llama")
+    # llama.cpp's defaults: converters of 2024 leave the key out of Llama 3's files.
+    add_bos = told.get("add_bos_token", kind == "llama" or told.get("pre") in WHOLE_WORDS)
     if add_bos and specials["bos_token"] is not None:
         tokenizer.post_processor = in_front(specials["bos_token"], told.get("bos_token_id"))  # pyright: ignore
     return PreTrainedTokenizerFast(

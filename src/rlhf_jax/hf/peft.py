@@ -18,7 +18,7 @@ from meshes.layout import Layout
 from rlhf_jax.hf.checkpoint import shorten
 from rlhf_jax.hf.config_io import read_json
 from rlhf_jax.hf.pickle_reader import read_pickle
-from rlhf_jax.hf.pieces import Leaf, all_shapes, plan_leaves
+from rlhf_jax.hf.pieces import HEADS, Leaf, all_shapes, plan_leaves
 from rlhf_jax.hf.safetensors_io import read_header
 from rlhf_jax.hf.tensors import StoredTensor
 from rlhf_jax.models.adapted import Adapted
@@ -50,6 +50,7 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
     "target_parameters": (None, []),
     "trainable_token_indices": (None,),
     "alora_invocation_tokens": (None,),
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # base as it is
 }
 """Keys of adapter_config.json by which a LoRA is another one, and what they must be."""
 
@@ -136,6 +137,7 @@ def open_adapter(directory: Path) -> Adapter:
 def check_fits(adapter: Adapter, cfg: ModelConfig, base: str) -> None:
     """ValueError where an adapter has tensors that its base model has no place for, naming both."""
     expected: dict[str, tuple[int, ...]] = dict(module_shapes(cfg, adapter))
+    missing = [name for name in expected if name not in adapter.tensors]
     specs = scalar_specs(cfg)
     prefix = find_family(cfg.family).body_prefixes[0]
     expected |= all_shapes(plan_leaves(specs, cfg, prefix))
@@ -151,6 +153,7 @@ def check_fits(adapter: Adapter, cfg: ModelConfig, base: str) -> None:
     ]
     lines = [f"no such module: {shorten(unknown)}"] if unknown else []
     lines += [f"misshapen: {shorten(wrong)}"] if wrong else []
+    lines += [f"missing: {shorten(missing)}"] if missing else []
     if lines:
         raise ValueError(
             f"the adapter {adapter.directory} does not fit its base model {base}\n  "
@@ -185,6 +188,14 @@ def check_tied(adapter: Adapter, cfg: ModelConfig, found: Mapping[str, StoredTen
         raise ValueError(
             f"{adapter.directory} has a trained lm_head.weight, but {adapter.base} ties it to the "
             "embedding: this adapter cannot be read"
+        )
+    # PEFT trains a copy of the embedding; the head keeps the base's, unless it is told otherwise.
+    alone = tied is not None and head is None and not found.keys() & set(HEADS)
+    if alone and not adapter.config.get("ensure_weight_tying"):
+        raise ValueError(
+            f"{adapter.directory} has a trained embedding and no lm_head.weight, which "
+            f"{adapter.base} ties to it: PEFT unties them then (no ensure_weight_tying), so this "
+            "adapter cannot be read"
         )
 
 

@@ -64,8 +64,10 @@ def by_turns(tokenizer: PreTrainedTokenizerBase, turn_format: str) -> Form:
     encoder = Encoder(tokenizer)
 
     def written(turn: Turn) -> str:
-        asked = turn.question.strip()
-        done = asked.startswith(head.strip()) and asked.endswith(tail.strip())
+        front, behind, asked = head.strip(), tail.strip(), turn.question.strip()
+        if not front + behind:  # white space alone: it has to be there as it is
+            front, behind, asked = head, tail, turn.question
+        done = asked.startswith(front) and asked.endswith(behind)
         question = turn.question if done else f"{head}{turn.question}{tail}"
         return question + (turn.answer or "").rstrip()
 

@@ -65,12 +65,22 @@ def sampled_turn_format(name: str) -> str | None:
     """
     formats: Counter[str | None] = Counter()
     for table in sorted(Path(name).expanduser().parent.glob("samples/*.jsonl")):
-        with table.open(encoding="utf-8") as lines:
+        with table.open(encoding="utf-8", errors="replace") as lines:
             for line, _ in zip(lines, range(SAMPLES), strict=False):
-                if line.endswith("\n"):  # a run that goes on may have written half of the last
-                    formats[transcript_format(json.loads(line)["prompt"])] += 1
+                if (prompt := prompt_in(line)) is not None:
+                    formats[transcript_format(prompt)] += 1
     found = formats.most_common(1)
     return found[0][0] if found else None
+
+
+def prompt_in(line: str) -> str | None:
+    """The prompt in a line of a sample table; None in one of another file, or in half a line."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    prompt = row.get("prompt") if isinstance(row, dict) else None
+    return prompt if isinstance(prompt, str) else None
 
 
 def choose_form(

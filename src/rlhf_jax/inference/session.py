@@ -18,6 +18,7 @@ from rlhf_jax.engine.hybrid import HybridEngine
 from rlhf_jax.engine.memory import ModelMemory, Rows
 from rlhf_jax.engine.sampling import SamplingConfig
 from rlhf_jax.hf.export import DtypeName, save_hf, save_reward_hf
+from rlhf_jax.hf.peft import CONFIG_FILE
 from rlhf_jax.hf.pretrained import Pretrained, find_pretrained
 from rlhf_jax.inference.answers import Generation, read_answers
 from rlhf_jax.inference.dtypes import LoadDtype, full_dtype
@@ -342,6 +343,8 @@ def check_directory(target: Path) -> None:
     there = next(path for path in (target, *target.absolute().parents) if path.exists())
     if not there.is_dir():
         raise ValueError(f"{target} cannot be a directory, {there} is a file: name another one")
+    if (target / CONFIG_FILE).is_file():  # transformers would add it to the model once more
+        raise ValueError(f"{target} holds an adapter ({CONFIG_FILE}): name another directory")
 
 
 def samples_of(rows: Sequence[np.ndarray], num_samples: int) -> list[PromptRow]:
