@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from rlhf_jax.data.batches import (
+    COPIES_APART,
+    MAX_COPIES,
     bucket_of,
     collate_pairs,
     collate_prompts,
@@ -55,6 +57,17 @@ def test_prompts_take_the_smallest_bucket_that_holds_the_longest(longest: int, w
     assert batch.lengths_B.tolist() == [1, longest, 1]
     assert batch.sample_ids_B.tolist() == [3, 4, 3]
     assert batch.valid_B.tolist() == [1, 1, 0]
+
+
+def test_a_prompt_that_stands_in_a_batch_twice_has_an_id_for_each() -> None:
+    """Its answers differ; in natural epochs, and for fillers, ids are those of the rows."""
+    rows = [prompt(1, 3), prompt(1, 4), prompt(1, 3), prompt(1, 3)]
+    batch = collate_prompts(rows, 5, buckets=(8,))
+    assert batch.sample_ids_B.tolist() == [3, 4, 3 + COPIES_APART, 3 + 2 * COPIES_APART, 3]
+    most = MAX_COPIES * [prompt(1, COPIES_APART - 1)]
+    assert len({*collate_prompts(most, len(most), buckets=(8,)).sample_ids_B.tolist()}) == len(most)
+    with pytest.raises(ValueError, match="a batch has one prompt 513 times, and a prompt gets at"):
+        collate_prompts([*most, most[0]], 513, buckets=(8,))
 
 
 def test_a_row_that_does_not_fit_is_an_error() -> None:

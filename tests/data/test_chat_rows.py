@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rlhf_jax.data.byte_tokenizer import BOS_ID, EOS_ID, byte_tokenizer
 from rlhf_jax.data.records import Dialogue, Message, Record
+from rlhf_jax.data.render import Renderer
 from rlhf_jax.data.tokenize import tokenize_pairs, tokenize_prompts, tokenize_sft
 
 LIMIT = {"max_length": 999, "overlong": "drop"}
@@ -150,6 +151,9 @@ def test_the_oldest_turns_of_a_conversation_go_whole(room: int, kept: str) -> No
     )
     expected = "<system>s<end>\n" + whole[whole.index(f"<user>{kept}") :]
     assert bytes(row.tokens.tolist()).decode() == row.prompt == expected
+    assert row.messages is not None
+    again = Renderer(with_template(CHATML), "template").record(Dialogue(row.messages), ())
+    assert again.prompt == expected
     assert len(expected) <= room
     assert (report.cut_turns, report.dropped, report.cut) == (kept != "one", 0, 0)
 

@@ -64,6 +64,18 @@ def test_the_average_follows_its_recurrence_over_the_float32_weights(cfg, dtype)
     assert ema.count == STEPS
 
 
+def test_an_update_without_a_step_is_none():
+    cfg, weights = EMAConfig(decay=0.5, start=1), [parameters(seed=n) for n in range(3)]
+    ema, average = start_ema(state_of(weights[0])), ema_program(cfg)
+    ema = average(ema, state_of(weights[1]), jnp.bool_(False))
+    assert ema.count == 0
+    jax.tree.map(np.testing.assert_array_equal, ema.weights, weights[0])
+    ema = average(ema, state_of(weights[1]), jnp.bool_(True))  # the first, which it follows
+    ema = average(ema, state_of(weights[2]), jnp.bool_(False))
+    assert ema.count == 1
+    jax.tree.map(np.testing.assert_array_equal, ema.weights, weights[1])
+
+
 def test_updates_that_16_bits_would_lose_arrive():
     """Weights of 1 that rise by 1e-3 an update: 0.8 % of that is far below bfloat16's 2⁻⁷."""
     cfg, steps = EMAConfig(), 100

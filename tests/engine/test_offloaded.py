@@ -26,7 +26,7 @@ CFG = replace(LLAMA, vocab_size=256, width=128, embed_width=128, mlp_width=256)
 """Matrices wide enough to have rows and columns of their own in Adafactor."""
 MIXED = LoRAConfig(dim=2, modules=("q_proj", "v_proj", "down_proj"))
 ADAM = OptimizerConfig(1e-2, weight_decay=0.1, warmup_steps=2, clip_norm=1.0)
-STEPS = 3
+STEPS = 4
 
 
 def start(lora: LoRAConfig, dtype: Any, scalar: bool) -> tuple[Any, Any, Any]:
@@ -55,7 +55,9 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_offloading_changes_no_number(case, tmp_path):
-    """Three steps, one of them clipped and one skipped; the state goes through a checkpoint."""
+    """Steps of which one is clipped, one skipped and one not allowed; the state goes through a
+    checkpoint.
+    """
     cfg, lora, dtype, scalar = case
     specs, fresh, mesh = start(lora, dtype, scalar)
     optimizer = make_optimizer(cfg, specs, 10, adapter_rate=5e-3 if lora.dim else None)
@@ -66,8 +68,9 @@ def test_offloading_changes_no_number(case, tmp_path):
         for step in range(STEPS):
             grads = jax.tree.map(lambda g, s=step: g.astype(jnp.float32) * 0.1**s, fresh(step + 1))
             finite, norm = jnp.bool_(step != 1), optax.tree.norm(grads)
-            here = apply(here, grads, finite=finite)
-            there = apply_offloaded(there, grads, optimizer, norm, finite)
+            allowed = jnp.bool_(step != 2)
+            here = apply(here, grads, finite=finite, allowed=allowed)
+            there = apply_offloaded(there, grads, optimizer, norm, finite, allowed=allowed)
             if step == 0:
                 checkpoints.save(step, there, {})
                 checkpoints.wait()

@@ -11,7 +11,7 @@ import pytest
 from meshes.layout import Layout, make_mesh, parse_mesh
 from meshes.reshard import put_batch
 from rlhf_jax.engine.optimizer import OptimizerConfig, make_optimizer
-from rlhf_jax.engine.state import TrainState, apply_gradients, create_state
+from rlhf_jax.engine.state import TrainState, apply_gradients, create_state, schedule_step
 from rlhf_jax.engine.step import gradients, split_rows, train_step
 from tests.engine import toy
 
@@ -128,12 +128,27 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(bad):
     assert np.isfinite(metrics["loss"])
 
 
-def test_a_step_that_is_not_allowed_changes_nothing_and_is_not_counted_as_skipped():
-    params = toy.parameters(jnp.bfloat16)
-    state = create_state(params, optimizer())
+def test_a_step_that_is_not_allowed_changes_nothing_but_the_plan_of_the_rate():
+    params, settings = toy.parameters(jnp.bfloat16), {"schedule": "linear", "weight_decay": 0.1}
+    start = create_state(params, optimizer(**settings))
     grads = jax.tree.map(lambda p: jnp.ones(p.shape), params)
-    after = apply_gradients(state, grads, optimizer(), jnp.bool_(True), allowed=jnp.bool_(False))
-    assert_trees(np.testing.assert_array_equal, after, state)
+
+    def step(state: TrainState, *, finite: bool = True, allowed: bool = True) -> TrainState:
+        return apply_gradients(
+            state, grads, optimizer(**settings), jnp.bool_(finite), allowed=jnp.bool_(allowed)
+        )
+
+    after = step(step(start, allowed=False), allowed=False)
+    assert_trees(np.testing.assert_array_equal, after.params, start.params)
+    assert_trees(np.testing.assert_array_equal, after.master, start.master)
+    assert (after.step, after.skipped) == (0, 0)
+    assert (schedule_step(start), schedule_step(after)) == (0, 2)
+    assert schedule_step(step(after, finite=False, allowed=False)) == 2
+    late = jax.tree.map(lambda new, old: new - old, step(after).master, start.master)
+    first = jax.tree.map(lambda new, old: new - old, step(start).master, start.master)
+    assert_trees(  # Adam's first step, at the third step's rate
+        np.testing.assert_allclose, late, jax.tree.map(lambda x: 0.8 * x, first), rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

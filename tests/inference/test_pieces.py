@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rlhf_jax.data.byte_tokenizer import EOS_ID, byte_tokenizer
-from rlhf_jax.inference.answers import text_behind
+from rlhf_jax.data.encoder import text_behind
 from rlhf_jax.inference.pieces import BROKEN, Limit, text_pieces, trimmed, until
 
 TEXT = "naïve 🙂 café — 日本語!"

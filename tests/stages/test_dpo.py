@@ -1,6 +1,8 @@
 """The answers' log-probabilities of a batch of pairs, against one row at a time in NumPy."""
 
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,6 +16,7 @@ from rlhf_jax.engine.row_passes import ModelOnMesh
 from rlhf_jax.models.decoder import forward
 from rlhf_jax.models.layers import logits_from_hidden
 from rlhf_jax.models.params import compute_layout, param_specs, store_layout
+from rlhf_jax.stages import answers
 from rlhf_jax.stages.answers import prompts_of
 from rlhf_jax.stages.dpo import longest_answer, pair_logprobs
 from tests.models.cases import LLAMA, put_params, random_values
@@ -100,7 +103,7 @@ class Named:
 
     def __init__(self, max_positions: int) -> None:
         self.tokenizer = Letters()
-        self.cfg = type("Config", (), {"max_positions": max_positions})
+        self.cfg = SimpleNamespace(max_positions=max_positions, stop_ids=())
 
 
 def test_held_out_prompts_come_out_of_pairs():
@@ -115,3 +118,15 @@ def test_held_out_prompts_come_out_of_pairs():
     assert longest == 3
     assert prompts_of(rows, Named(4))[1] == 2  # pyright: ignore[reportArgumentType]
     assert prompts_of([], Named(4))[0] == []  # pyright: ignore[reportArgumentType]
+
+
+def test_what_prompts_are_padded_to_leaves_room_for_an_answer(monkeypatch, tmp_path):
+    """Of the longest prompt, and of the longest answer, which is another pair's."""
+    monkeypatch.setattr(answers, "HybridEngine", lambda *_: None)
+    lengths = ((57, 7), (9, 40))
+    rows = [PairRow(np.arange(p + a) % 26, np.arange(p + 1) % 26, p) for p, a in lengths]
+    model: Any = Named(64)
+    run: Any = SimpleNamespace(mesh=None, directory=tmp_path)
+    held_out = answers.HeldOutAnswers(run, model, rows, 2)
+    assert held_out.max_answer == 7
+    assert held_out.batches[0].tokens_BP.shape == (2, 57)

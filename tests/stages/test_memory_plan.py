@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from rlhf_jax.stages.memory_plan import (
 )
 from rlhf_jax.stages.ppo_config import PPOConfig
 from rlhf_jax.stages.rollout_slots import fit_slots
-from rlhf_jax.stages.supervised_config import SFTConfig
+from rlhf_jax.stages.supervised_config import DPOConfig, SFTConfig
 
 ACTOR, CRITIC = SIZES["facebook/opt-1.3b"], SIZES["facebook/opt-350m"]
 MODELS = Models(ACTOR, CRITIC, CRITIC)
@@ -200,3 +201,17 @@ def test_the_table_names_owners_and_programs() -> None:
     assert "GiB of 100.0 a device, most in generate" in text
     for word in ("actor", "critic", "reference", "reward", "masters", "moments", "generate"):
         assert word in text
+
+
+def test_the_answers_of_step_dpo_to_held_out_prompts_are_counted() -> None:
+    """A part of a batch at once, so that accumulation makes them smaller too."""
+
+    def plan(**changes: Any) -> dict[str, int]:
+        dpo = DPOConfig(batch_size=32, max_seq_len=1024, **changes)
+        return plan_stage(TrainConfig(step=("dpo",), dpo=dpo), "dpo", MODELS, ONE).programs
+
+    cache = 2 * 2 * ACTOR.num_layers * ACTOR.width * 1024 * 32
+    whole, half = plan(), plan(gradient_accumulation_steps=2)
+    assert whole["generate"] > cache
+    assert cache / 2 < half["generate"] < 0.8 * whole["generate"]
+    assert "generate" not in plan(num_eval_prompts=0)

@@ -13,6 +13,7 @@ import pytest
 from rlhf_jax.data.batches import PromptBatch
 from rlhf_jax.engine.ema import EMAConfig
 from rlhf_jax.stages.ppo import Programs, collect, update
+from rlhf_jax.stages.ppo import means as means_of
 from rlhf_jax.stages.ppo_config import PPOConfig
 from rlhf_jax.stages.ppo_rows import Scored
 from rlhf_jax.stages.roles import Roles
@@ -58,9 +59,10 @@ def test_every_update_reads_text_of_its_own_and_the_average_follows_as_often_as_
     def step(actor, critic, experience, rows, stopped, text, **kept):
         del experience, rows, kept
         texts.append(int(text))
-        return actor + 1, critic, stopped, {}
+        return actor + 1, critic, stopped, {"val/skipped": 0.0, "val/stopped": 0.0}
 
-    def average(ema, actor):
+    def average(ema, actor, taken=True):
+        assert taken
         averaged.append(actor)
         return [*ema, actor]
 
@@ -111,6 +113,36 @@ def test_batches_of_an_iteration_are_new_and_each_hands_its_control_to_the_next(
     assert len(set(keys)) == 3
     assert control == 13
     assert metrics["control"] == 11
+
+
+def test_a_batch_counts_by_its_answers() -> None:
+    rows = [{"kl": 1.0, "length/min": 3.0, "length/max": 5.0, "length/mean": 4.0}]
+    rows += [{"kl": 9.0, "length/min": 2.0, "length/max": 2.0, "length/mean": 2.0}]
+    means = means_of([jax.tree.map(jnp.float32, row) for row in rows], [16, 1])
+    want = {"kl": 25 / 17, "length/min": 2, "length/max": 5, "length/mean": 66 / 17}
+    assert {name: float(value) for name, value in means.items()} == pytest.approx(want)
+
+
+@pytest.mark.parametrize("untaken", ["val/skipped", "val/stopped"])
+def test_the_average_takes_no_step_that_the_actor_did_not_take(untaken: str) -> None:
+    cfg = PPOConfig(batch_size=8, minibatch_size=2, ema=EMAConfig(enable=True, per="minibatch"))
+    seen = []
+
+    def step(actor, critic, experience, rows, stopped, text, **kept):
+        del experience, rows, text, kept
+        losses = {"val/skipped": 0.0, "val/stopped": 0.0}
+        return actor + 1, critic, stopped, losses | {untaken: float(actor == 1)}
+
+    def average(ema, actor, taken):
+        seen.append((actor, taken))
+        return ema
+
+    programs = Programs(score=None, score_evaluation=None, update=step, average=average)
+    data: Any = SimpleNamespace(ptx=None, max_prompt=6)
+    experience: Any = "experience"
+    batches = [Scored(experience, np.ones(8, np.float32))]
+    update(run_of(cfg), roles(0), cast(Any, []), ENGINE, programs, data, batches, 0)
+    assert seen == [(1, True), (2, False), (3, True), (4, True)]
 
 
 def test_packed_rows_are_scored_and_trained_where_their_own_tokens_stand():

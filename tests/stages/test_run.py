@@ -75,6 +75,12 @@ def test_overwriting_never_deletes_what_the_run_reads(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="would delete .*sft, which this run reads"):
         prepare(cfg)
     assert model.is_dir()
+    reward = tmp_path / "run" / "mine.py"
+    reward.touch()
+    ppo = replace(cfg.ppo, reward_fn=(f"{reward}:score",))
+    with pytest.raises(ValueError, match=r"would delete \S*mine.py, which this run reads"):
+        prepare(replace(cfg, actor_model="quickstart", ppo=ppo))
+    assert reward.is_file()
 
 
 def test_settings_that_only_say_where_and_how_may_change_on_a_resume(tmp_path: Path) -> None:

@@ -7,12 +7,17 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from rlhf_jax.data.batches import collate_prompts
 from rlhf_jax.data.byte_tokenizer import EOS_ID, byte_tokenizer
-from rlhf_jax.data.records import Message, Record
-from rlhf_jax.data.tokenize import PromptRow, tokenize_prompts
+from rlhf_jax.data.encoder import Encoder
+from rlhf_jax.data.records import Dialogue, Example, Message, Record
+from rlhf_jax.data.render import Renderer
+from rlhf_jax.data.tokenize import PromptRow, tokenize_pairs, tokenize_prompts, tokenize_sft
 from rlhf_jax.engine.generate import Rollout
+from rlhf_jax.stages.retokenized import TextWriter
 from rlhf_jax.stages.reward_functions import RewardFunction
 from rlhf_jax.stages.scores import HostScorer, HostScores, TextReward
 
@@ -82,6 +87,21 @@ def test_a_function_sees_the_real_rows_as_text_ids_and_columns() -> None:
         "level": [1, None, 3],
     }
     assert ids == [[*b"3"], [*b"not two", EOS_ID], [*b"1", EOS_ID]]
+
+
+def test_a_prompt_that_stands_in_a_batch_twice_is_its_row_twice() -> None:
+    rows, _ = tokenize_prompts(RECORDS, TOKENIZER, max_length=40, overlong="drop")
+    batch = collate_prompts([rows[1], rows[0], rows[1]], 4, buckets=(16,))
+    seen: list[Any] = []
+
+    def spy(answer: Any, **given: Any) -> list[float]:
+        seen.extend(answer)
+        return [0.0] * len(given["prompts"])
+
+    scorer = HostScorer(TOKENIZER, functions((spy, 1.0)), None, alone=True)
+    scorer.score(batch, {row.sample_id: row for row in rows}, rollout(), None)
+    assert len(set(batch.sample_ids_B[:3].tolist())) == 3
+    assert seen == ["2", "1", "2"]
 
 
 def test_scores_are_weighted_and_filler_rows_get_none() -> None:
@@ -170,3 +190,54 @@ def test_a_reward_model_of_text_is_standardised_weighted_and_added() -> None:
     metrics = host.metrics([scores, scores])
     assert metrics["rewards/reward_model/mean"] == pytest.approx(((lengths - 10) / 2).mean())
     assert metrics["rewards/reward_model/num_cut"] == 2
+
+
+def marked_tokenizer() -> PreTrainedTokenizerFast:
+    """As Llama 2's: a space is put in front of a text, and taken off the text of ids."""
+    letters = ["<s>", "</s>", "▁", "\n", *map(chr, range(33, 127))]
+    tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, []))
+    tokenizer.normalizer = normalizers.Sequence(  # pyright: ignore
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(  # pyright: ignore
+        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+WHY = (Message("user", "Why?"),)
+TEXT = Record("\n\nHuman: Why?\n\nAssistant:", " Because.", " No.")
+DIALOGUE = Dialogue(WHY, (Message("assistant", "Because."),), (Message("assistant", "No."),))
+
+
+@pytest.mark.parametrize("example", [TEXT, DIALOGUE])
+@pytest.mark.parametrize("actor", [TOKENIZER, marked_tokenizer()])
+def test_an_answer_is_what_step_2_read(example: Example, actor: PreTrainedTokenizerFast) -> None:
+    """The actor says the better answer: space in front and all."""
+    settings: Any = {
+        "max_length": 99, "overlong": "drop", "chat_format": "human_assistant",
+    }  # fmt: skip
+    (mine,), _ = tokenize_sft([example], actor, **settings)
+    (prompt,), _ = tokenize_prompts([example], actor, **settings)
+    (pair,), _ = tokenize_pairs([example], TOKENIZER, **settings)
+    renderer, seen = Renderer(TOKENIZER, "human_assistant"), []
+    writer, told = TextWriter(Encoder(TOKENIZER), renderer, 99, score_eos=True), {}
+
+    def write(*given: Any) -> Any:
+        seen.extend(writer.write(*given).tokens)
+        return writer.write(*given)
+
+    def spy(**given: Any) -> list[float]:
+        told.update(given)
+        return [0.0]
+
+    scorer: Any = SimpleNamespace(write=write, score=lambda *_: np.zeros(1, np.float32))
+    host = HostScorer(actor, functions((spy, 1.0)), TextReward(scorer, 0.0, 1.0, 1.0), alone=False)
+    answer = jnp.asarray(mine.tokens[mine.prompt_length :][None])
+    ends = jnp.array([answer.size]), jnp.array([True])
+    said = Rollout(answer, jnp.zeros(answer.shape), *ends)
+    model: Any = object()
+    host.score(collate_prompts([prompt], 1, buckets=(64,)), {0: prompt}, said, model)
+    assert seen == [pair.chosen.tolist()]
+    dialogue = [{"role": "assistant", "content": "Because."}]
+    assert told["completions"] == [" Because." if example is TEXT else dialogue]

@@ -5,12 +5,18 @@ filled up with copies of its first row whose `valid_B` is 0, so that every lengt
 no program divides by a filler row's zero tokens.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 import flax.struct
 import numpy as np
 
 from rlhf_jax.data.tokenize import PairRow, PromptRow, SftRow
+
+COPIES_APART, MAX_COPIES = 2**22, 2**9
+"""Between the sample ids of a prompt that stands in a batch several times (in a weighted blend), so
+that each has an answer of its own; and how often it may.
+"""
 
 
 @flax.struct.dataclass
@@ -52,7 +58,8 @@ class PromptBatch:
     Attributes:
         tokens_BP: int32; P is one of the buckets.
         lengths_B: int32.
-        sample_ids_B: int32, `PromptRow.sample_id`; a filler row has that of the row it copies.
+        sample_ids_B: int32, `PromptRow.sample_id`, and `COPIES_APART` more for every earlier row
+            of the same prompt; a filler row has that of the row it copies.
         valid_B: float32, 0 for filler rows, else 1.
         limits_B: int32, the most new tokens of each row where that is less than the sampling's
             `max_new_tokens`; None: that of the sampling for all.
@@ -90,9 +97,23 @@ def collate_prompts(
     return PromptBatch(
         tokens_BP=_pad(tokens, batch_size, length),
         lengths_B=_fill([len(ids) for ids in tokens], batch_size),
-        sample_ids_B=_fill([row.sample_id for row in rows], batch_size),
+        sample_ids_B=_fill(_sample_ids(rows), batch_size),
         valid_B=_valid(len(rows), batch_size),
     )
+
+
+def _sample_ids(rows: Sequence[PromptRow]) -> list[int]:
+    copies: Counter[int] = Counter()
+    ids = []
+    for row in rows:
+        ids.append(row.sample_id + COPIES_APART * copies[row.sample_id])
+        copies[row.sample_id] += 1
+    if max(copies.values()) > MAX_COPIES:
+        raise ValueError(
+            f"a batch has one prompt {max(copies.values())} times, and a prompt gets at most "
+            f"{MAX_COPIES} different answers: give its source less weight, or more prompts"
+        )
+    return ids
 
 
 def bucket_of(length: int, buckets: tuple[int, ...]) -> int:

@@ -129,3 +129,13 @@ class Encoder:
 def _present(answer: str | None) -> str:
     assert answer is not None, "the stage's shapes hold this answer: see records.require_stage"
     return answer
+
+
+def text_behind(prompt: list[int], answer: list[int], tokenizer: "PreTrainedTokenizerBase") -> str:
+    """The answer's text where it stands: decoded alone it may lose the space in front of it."""
+
+    def text(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+    before, whole = text(prompt), text(prompt + answer)
+    return whole.removeprefix(before) if whole.startswith(before) else text(answer)

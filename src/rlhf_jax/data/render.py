@@ -16,6 +16,9 @@ HUMAN = "\n\nHuman:"
 ASSISTANT = "\n\nAssistant:"
 """What begins a question and an answer in Anthropic's transcripts."""
 
+TRANSCRIPT_GAP = " "
+"""What stands in a transcript between a mark and what is said."""
+
 _MARKS = {"user": HUMAN, "assistant": ASSISTANT}
 
 
@@ -89,7 +92,7 @@ def _transcript(messages: Conversation, *, asks: bool) -> str:
         if role in ("system", "developer") and not any(mark in written for mark in _MARKS.values()):
             written.append(content)
         elif role in _MARKS:
-            written += [_MARKS[role], " ", content]
+            written += [_MARKS[role], TRANSCRIPT_GAP, content]
         else:
             raise UnusableRowError(f"a transcript has no turn of {role}")
     return "".join([*written, ASSISTANT] if asks else written)

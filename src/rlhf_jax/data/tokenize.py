@@ -19,8 +19,15 @@ import numpy as np
 
 from rlhf_jax.data.encoder import BLOCK, Encoder
 from rlhf_jax.data.fields import UnusableRowError
-from rlhf_jax.data.records import NO_COLUMNS, Conversation, Dialogue, Example, Record
-from rlhf_jax.data.render import ChatFormat, Renderer, shortened
+from rlhf_jax.data.records import (
+    NO_COLUMNS,
+    Conversation,
+    Dialogue,
+    Example,
+    Message,
+    Record,
+)
+from rlhf_jax.data.render import TRANSCRIPT_GAP, ChatFormat, Renderer, shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,6 +72,7 @@ class PromptRow:
         columns: further columns of its row, for reward functions.
         source: as in `Record`.
         messages: what `prompt` was written from, where the data are conversations.
+        gap: what their format writes between the prompt and what the assistant says.
     """
 
     tokens: np.ndarray
@@ -73,6 +81,11 @@ class PromptRow:
     columns: Mapping[str, object] = NO_COLUMNS
     source: int = 0
     messages: Conversation | None = None
+    gap: str = ""
+
+    def said(self, answer: str) -> Message:
+        """The assistant's message where the text of an answer is `answer`."""
+        return Message("assistant", answer.removeprefix(self.gap))
 
 
 @dataclass(frozen=True)
@@ -208,10 +221,13 @@ def tokenize_prompts(
             tail = text.prompt[num_special:][-(max_length - num_special) :]
             tokens = np.asarray([*text.prompt[:num_special], *tail], np.int32)
             record = text.record
-            messages = conversation_of(records[sample_id])
             rows.append(
-                PromptRow(tokens, sample_id, record.prompt, record.columns, record.source, messages)
-            )
+                PromptRow(
+                    tokens, sample_id, record.prompt, record.columns, record.source,
+                    messages=conversation_of(text.example),
+                    gap=TRANSCRIPT_GAP if chat_format == "human_assistant" else "",
+                )
+            )  # fmt: skip
     return rows, writer.report(len(rows))
 
 
@@ -222,8 +238,9 @@ def conversation_of(example: Example) -> Conversation | None:
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """A record and its ids; answers end in EOS or another stop token."""
+    """An example, its text and its ids; answers end in EOS or another stop token."""
 
+    example: Example
     record: Record
     prompt: list[int]
     answers: tuple[list[int], ...]
@@ -256,12 +273,11 @@ class _Writer:
         """(number of the example, its text in ids), shortened by turns where that is asked for."""
         for numbered in batched(enumerate(examples), BLOCK):
             written = [(n, example, self._written(example, answers)) for n, example in numbered]
-            kept = [(n, example, record) for n, example, record in written if record is not None]
-            encoded = self._encoded([record for _, _, record in kept], answers)
-            for (n, example, _), text in zip(kept, encoded, strict=True):
-                if text.length > self.max_length and self.overlong == "cut_turns":
-                    text = self._without_turns(example, text, answers)
-                yield n, text
+            kept = [(n, (example, record)) for n, example, record in written if record is not None]
+            encoded = self._encoded([pair for _, pair in kept], answers)
+            for (n, _), text in zip(kept, encoded, strict=True):
+                long = text.length > self.max_length and self.overlong == "cut_turns"
+                yield n, self._without_turns(text, answers) if long else text
 
     def _written(self, example: Example, answers: Sequence[str]) -> Record | None:
         try:
@@ -270,16 +286,21 @@ class _Writer:
             self.refused[str(reason)] = self.refused.get(str(reason), 0) + 1
             return None
 
-    def _encoded(self, records: Sequence[Record], answers: Sequence[str]) -> Iterator[_Encoded]:
+    def _encoded(
+        self, written: Sequence[tuple[Example, Record]], answers: Sequence[str]
+    ) -> Iterator[_Encoded]:
+        records = [record for _, record in written]
         texts = [[getattr(record, name) for record in records] for name in answers]
         said = [self.encoder.ended(each, records) for each in texts]
-        for record, prompt, *ids in zip(records, self.encoder.prompts(records), *said, strict=True):
-            yield _Encoded(record, prompt, tuple(ids))
+        encoded = zip(written, self.encoder.prompts(records), *said, strict=True)
+        for (example, record), prompt, *ids in encoded:
+            yield _Encoded(example, record, prompt, tuple(ids))
 
-    def _without_turns(self, example: Example, text: _Encoded, answers: Sequence[str]) -> _Encoded:
+    def _without_turns(self, text: _Encoded, answers: Sequence[str]) -> _Encoded:
         """The longest text of the example that fits; `text` itself where none does."""
-        for shorter in shortened(example):
-            (candidate,) = self._encoded([self._renderer.record(shorter, answers)], answers)
+        for shorter in shortened(text.example):
+            record = self._renderer.record(shorter, answers)
+            (candidate,) = self._encoded([(shorter, record)], answers)
             if candidate.length <= self.max_length:
                 self.cut_turns += 1
                 return candidate

@@ -66,17 +66,17 @@ def start_ema(state: TrainState, *, offload: bool = False) -> EMA:
     return jax.jit(copy)(master_of(state), state.step)
 
 
-def update_ema(ema: EMA, weights: Any, cfg: EMAConfig) -> EMA:
-    """The average after one more update.
+def update_ema(ema: EMA, weights: Any, taken: jax.Array | bool, *, cfg: EMAConfig) -> EMA:
+    """The average after one more update, if it was `taken`; else as it is.
 
         ema ← w                             n <= start
         ema ← decay·ema + (1 - decay)·w     n > start, and interval divides n
 
     where n counts updates from 1; in between the average stays as it is.
     """
-    count = ema.count + 1
-    share = jnp.where(count % cfg.interval == 0, 1.0 - cfg.decay, 0.0)
-    follows = count <= cfg.start
+    count = ema.count + taken
+    share = jnp.where(taken & (count % cfg.interval == 0), 1.0 - cfg.decay, 0.0)
+    follows = taken & (count <= cfg.start)
 
     def average(kept: jax.Array, new: jax.Array) -> jax.Array:
         old, new = to_device(kept), to_device(new).astype(jnp.float32)
@@ -87,9 +87,11 @@ def update_ema(ema: EMA, weights: Any, cfg: EMAConfig) -> EMA:
 
 
 def ema_program(cfg: EMAConfig) -> Any:
-    """`update_ema`, compiled; called with the actor's state. The old average is donated."""
+    """`update_ema`, compiled; called with the actor's state, and whether that took a step. The old
+    average is donated.
+    """
     update = jax.jit(partial(update_ema, cfg=cfg), donate_argnums=0)
-    return lambda ema, state: update(ema, master_of(state))
+    return lambda ema, state, taken=True: update(ema, master_of(state), taken)
 
 
 def average_params(ema: EMA, state: TrainState) -> Any:

@@ -20,7 +20,7 @@ import optax
 from meshes.offload import check_host_memory, to_device, to_host
 from rlhf_jax.engine.moments import join_state, split_state
 from rlhf_jax.engine.optimizer import Common, Optimizer, Rule, clip
-from rlhf_jax.engine.state import TrainState
+from rlhf_jax.engine.state import TrainState, kept_state
 
 LAYER = re.compile(r".*?\blayers\.\d+\b")
 
@@ -107,7 +107,7 @@ def apply_offloaded(
         step = _compiled_step(optimizer.common, piece.rules, outer, places_of(*owned, counters))
         new_params, new_masters, new_parts = step(
             *owned, counters, piece.of(gradients), jax.device_put(np.asarray(piece.numbers)),
-            norm, take,
+            norm, take, finite,
         )  # fmt: skip
         put_state(parts, piece, new_parts)
         piece.put(params, new_params)
@@ -164,12 +164,13 @@ def _step(
     numbers: jax.Array,
     norm: jax.Array,
     take: jax.Array,
+    finite: jax.Array,
     *,
     common: Common,
     rules: tuple[Rule, ...],
     outer: Any,
 ) -> tuple[list[jax.Array], list[jax.Array] | None, list[Any]]:
-    """A piece after one step; as it was where the step is not taken."""
+    """A piece after one step; as it was where the step is not taken (see `kept_state`)."""
     old = params if masters is None else to_device(masters)
     pairs = zip(to_device(moments), counters, strict=True)
     parts = [counter if own is None else own for own, counter in pairs]
@@ -182,7 +183,7 @@ def _step(
     def keep(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(take, new, old)
 
-    new, after = jax.tree.map(keep, new, old), jax.tree.map(keep, after, state)
+    new, after = jax.tree.map(keep, new, old), kept_state(after, state, take, finite)
     parts, _ = split_state(after, old)
     working = [leaf.astype(param.dtype) for leaf, param in zip(new, params, strict=True)]
     return working, None if masters is None else to_host(new), moments_to_host(parts)

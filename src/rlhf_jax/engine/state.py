@@ -56,8 +56,8 @@ def apply_gradients(
     *,
     allowed: jax.Array | bool = True,
 ) -> TrainState:
-    """One optimizer step on float32 gradients, unless they are not `finite` (counted), or the
-    step is not `allowed`: then nothing changes.
+    """One optimizer step on float32 gradients, unless they are not `finite` (counted): then nothing
+    changes. Of a step that is not `allowed` the learning rate's schedule alone takes note.
     """
     take = finite & allowed
     master = state.params if state.master is None else state.master
@@ -68,7 +68,7 @@ def apply_gradients(
         return jnp.where(take, new, old)
 
     new_master = jax.tree.map(keep, new_master, master)
-    opt_state = jax.tree.map(keep, opt_state, state.opt_state)
+    opt_state = kept_state(opt_state, state.opt_state, take, finite)
     params = jax.tree.map(lambda new, old: new.astype(old.dtype), new_master, state.params)
     return TrainState(
         params=params,
@@ -77,3 +77,26 @@ def apply_gradients(
         step=state.step + take,
         skipped=state.skipped + ~finite,
     )
+
+
+def kept_state(new: Any, old: Any, take: jax.Array, finite: jax.Array) -> Any:
+    """An optimizer's state behind a step, or before one that was not taken; the learning rate falls
+    as planned where `finite` steps were not allowed.
+    """
+
+    def keep(new: Any, old: Any) -> Any:
+        made = finite if is_schedule(new) else take
+        return jax.tree.map(lambda n, o: jnp.where(made, n, o), new, old)
+
+    return jax.tree.map(keep, new, old, is_leaf=is_schedule)
+
+
+def is_schedule(node: Any) -> bool:
+    """Whether a part of an optimizer's state says how far its learning rate is."""
+    return isinstance(node, optax.ScaleByScheduleState)
+
+
+def schedule_step(state: TrainState) -> jax.Array:
+    """How many steps the learning rate has come."""
+    parts = jax.tree.leaves(state.opt_state, is_leaf=is_schedule)
+    return next(part.count for part in parts if is_schedule(part))

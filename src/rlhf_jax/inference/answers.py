@@ -7,6 +7,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_jax.data.batches import PromptBatch
+from rlhf_jax.data.encoder import text_behind
 from rlhf_jax.engine.generate import Rollout
 
 
@@ -42,13 +43,3 @@ def read_answers(
             logprobs=np.asarray(rollout.logprobs_BR)[row, :length].tolist(),
             stopped=stopped,
         )
-
-
-def text_behind(prompt: list[int], answer: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The answer's text where it stands: decoded alone it may lose the space in front of it."""
-
-    def text(ids: list[int]) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=True))
-
-    before, whole = text(prompt), text(prompt + answer)
-    return whole.removeprefix(before) if whole.startswith(before) else text(answer)

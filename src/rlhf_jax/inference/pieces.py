@@ -4,7 +4,7 @@ from collections.abc import Collection, Generator, Iterable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_jax.inference.answers import text_behind
+from rlhf_jax.data.encoder import text_behind
 
 BROKEN = "\ufffd"
 """What a tokenizer writes for bytes that are not a whole character (yet)."""

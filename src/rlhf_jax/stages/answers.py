@@ -37,7 +37,8 @@ class HeldOutAnswers:
         self.run, self.tokenizer = run, model.tokenizer
         self.engine = HybridEngine(model.cfg, run.mesh, model.cfg.stop_ids)
         self.prompts, self.max_answer = prompts_of(pairs, model)
-        self.batches = batches_of(self.prompts, batch_size, model.cfg.max_positions)
+        room = model.cfg.max_positions - self.max_answer
+        self.batches = batches_of(self.prompts, batch_size, room)
         self.table = SampleTable(run.directory / "samples" / "dpo.jsonl")
         self.first: list[str] = []
 
@@ -82,11 +83,11 @@ def prompts_of(pairs: Sequence[PairRow], model: Pretrained) -> tuple[list[Prompt
     return rows, min(longest, room)
 
 
-def batches_of(rows: list[PromptRow], batch_size: int, max_positions: int) -> list[PromptBatch]:
-    """The prompts in order, all padded to one length."""
+def batches_of(rows: list[PromptRow], batch_size: int, room: int) -> list[PromptBatch]:
+    """The prompts in order, all padded to one length, `room` at most."""
     if not rows:
         return []
-    length = min(round_up(max(len(row.tokens) for row in rows), PAD_MULTIPLE), max_positions)
+    length = min(round_up(max(len(row.tokens) for row in rows), PAD_MULTIPLE), room)
     starts = range(0, len(rows), batch_size)
     return [
         collate_prompts(rows[n : n + batch_size], batch_size, buckets=(length,)) for n in starts

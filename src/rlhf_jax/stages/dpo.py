@@ -45,7 +45,8 @@ def run_dpo(run: Run, base: Pretrained) -> None:
         run, rows, collate_pairs, batch_size=cfg.batch_size, max_length=model.max_positions
     )
     asked = rows.held_out[: cfg.num_eval_prompts]
-    answers = HeldOutAnswers(run, base, asked, cfg.batch_size)
+    part = cfg.batch_size // cfg.gradient_accumulation_steps
+    answers = HeldOutAnswers(run, base, asked, part)
     num_answer = longest_answer([*rows.train, *rows.held_out])
     with jax.set_mesh(run.mesh):
         store = store_layout(model, run.mesh)

@@ -124,6 +124,9 @@ def plan_stage(cfg: TrainConfig, stage: StageName, models: Models, place: Place)
         reference = frozen(trained, dpo.frozen_dtype, dpo.offload_reference_model)
         held["reference"] = {"weights": reference}
         programs["reference"] = trained.scoring(rows)
+        if dpo.num_eval_prompts:
+            part = dpo.batch_size // dpo.gradient_accumulation_steps
+            programs["generate"] = trained.generating(Rows(part, length, length // 2))
     return Plan(stage, held, programs)
 
 

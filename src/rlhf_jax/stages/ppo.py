@@ -1,5 +1,6 @@
 """Step 3: PPO against the reward model. One iteration = generate, score, update."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +25,7 @@ from rlhf_jax.engine.ppo_step import (
     ppo_update,
     score_rollout,
 )
-from rlhf_jax.engine.state import TrainState
+from rlhf_jax.engine.state import TrainState, schedule_step
 from rlhf_jax.engine.step import Metrics
 from rlhf_jax.hf.export import save_hf, save_reward_hf
 from rlhf_jax.hf.pretrained import Pretrained
@@ -189,8 +190,8 @@ def with_rates(step: Any, cast: Cast) -> Any:
 
     def update(actor: TrainState, critic: TrainState, *args: Any, **kwargs: Any) -> Any:
         *after, metrics = step(actor, critic, *args, **kwargs)
-        metrics |= rate_metrics(cast.rates[0], actor.step, "policy/")
-        metrics |= rate_metrics(cast.rates[1], critic.step, "critic/")
+        metrics |= rate_metrics(cast.rates[0], schedule_step(actor), "policy/")
+        metrics |= rate_metrics(cast.rates[1], schedule_step(critic), "critic/")
         return *after, metrics
 
     return update
@@ -266,7 +267,8 @@ def train(
             first = all_losses[0]["policy/abs_log_ratio"]
             if not run.cfg.ppo.actor_lora.drops:
                 metrics.setdefault("rollout/logprob_diff_mean", first)
-            metrics |= throughput(run, engine, data, metrics)
+            num_samples = int(sum(batch.valid_B.sum() for batch in batches))
+            metrics |= throughput(run, engine, data, num_samples, metrics)
             if run.due(run.cfg.eval_interval, done, num_steps):
                 with run.timer.phase("evaluate"):
                     metrics |= evaluator.measure(done, roles, averaged(beside, roles))
@@ -298,11 +300,11 @@ def collect(
     data: PromptData,
     step: int,
 ) -> tuple[list[Scored], Control, dict[str, Any]]:
-    """Generates and scores the batches of one iteration; metrics are means over them."""
+    """Generates and scores the batches of one iteration; metrics are means over their rows."""
     cfg, packing = run.cfg.ppo, RowPacking.create(run.cfg.ppo, engine.compute, data.max_prompt)
     policy = engine.pin(roles.policy) if cfg.pin_rollout else roles.policy
     scorers = Scorers(roles.policy, roles.reference, roles.value_model, roles.reward)
-    batches, all_metrics, all_scores = [], [], []
+    batches, all_metrics, all_scores, num_valid = [], [], [], []
     for part in range(cfg.generation_batches):
         prompts = data.train.batch(step * cfg.generation_batches + part)
         with run.timer.phase("generate") as wait:
@@ -322,7 +324,8 @@ def collect(
         batches.append(Scored(experience, prompts.valid_B, sizes))
         all_metrics.append(metrics | saved)
         all_scores.append(scores)
-    return batches, control, means(all_metrics) | host.metrics(all_scores)
+        num_valid.append(prompts.valid_B.sum())
+    return batches, control, means(all_metrics, num_valid) | host.metrics(all_scores)
 
 
 def update(
@@ -349,24 +352,36 @@ def update(
         )  # fmt: skip
         roles = replace(roles, actor=actor, critic=critic)
         if ema is not None and cfg.ema.per == "minibatch":
-            ema = programs.average(ema, roles.actor)
+            taken = losses["val/skipped"] + losses["val/stopped"] == 0
+            ema = programs.average(ema, roles.actor, taken)
         all_losses.append(losses | saved)
     if ema is not None and cfg.ema.per == "iteration":
         ema = programs.average(ema, roles.actor)
     return roles, ema, all_losses
 
 
-def means(rows: list[Metrics]) -> Metrics:
-    """Each metric's mean over several programs' outputs."""
-    return {name: jnp.stack([row[name] for row in rows]).mean() for name in rows[0]}
+def means(rows: list[Metrics], weights: Sequence[float] | None = None) -> Metrics:
+    """Each metric's mean over several programs' outputs; of `/min` and `/max` the least and the
+    largest.
+    """
+    shares = np.ones(len(rows)) if weights is None else np.asarray(weights)
+    shares = jnp.asarray(shares / shares.sum(), jnp.float32)
+    extremes = {"min": jnp.min, "max": jnp.max}
+
+    def of(name: str) -> jax.Array:
+        values = jnp.stack([row[name] for row in rows])
+        extreme = extremes.get(name.rpartition("/")[2])
+        return (values * shares).sum() if extreme is None else extreme(values)
+
+    return {name: of(name) for name in rows[0]}
 
 
 def throughput(
-    run: Run, engine: HybridEngine, data: PromptData, metrics: Metrics
+    run: Run, engine: HybridEngine, data: PromptData, num_samples: int, metrics: Metrics
 ) -> dict[str, Any]:
     """Samples a second by wall clock, tokens of answers a second of generation, and
-    DeepSpeed-Chat's generation and training TFLOP/s: rows as long as they may be, but for the
-    share that packing left out of the update.
+    DeepSpeed-Chat's generation and training TFLOP/s: rows as long as they may be, filled up to
+    whole batches, but for the share that packing left out of the update.
     """
     cfg, seconds, elapsed = run.cfg.ppo, run.timer.peek(), run.timer.elapsed()
     rows = cfg.batch_size * cfg.generation_batches
@@ -378,9 +393,9 @@ def throughput(
     trained = deepspeed_flops(model, rows * cfg.ppo_epochs, length, passes)
     trained *= 1 - metrics.get("perf/update_tokens_saved", 0)
     return {
-        "perf/samples_per_second": rows / elapsed,
+        "perf/samples_per_second": num_samples / elapsed,
         "perf/generated_tokens_per_second": (
-            rows * metrics["response_length/mean"] / seconds["generate"]
+            num_samples * metrics["response_length/mean"] / seconds["generate"]
         ),
         "perf/generation_tflops_per_device": generated / seconds["generate"] / devices,
         "perf/actor_training_tflops_per_device": trained / seconds["update"] / devices,

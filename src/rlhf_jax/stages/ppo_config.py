@@ -112,7 +112,8 @@ class PPOConfig:
     old_logprobs: Literal["rollout", "train"] = "rollout"
     """Where the old log-probabilities come from: the sampler's own, or one more forward pass."""
     target_kl: float | None = None
-    """Leave out the rest of an update phase once the mean KL to the rollout policy exceeds it."""
+    """Leave out the rest of an update phase once the mean KL to the rollout policy exceeds it; the
+    learning rate falls as planned."""
     pin_rollout: bool = False
     """Keep the gathered rollout copy of the actor between the generations of an iteration."""
     ptx_coef: float = 0.0

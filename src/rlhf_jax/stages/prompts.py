@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from rlhf_jax.data.batches import (
+    COPIES_APART,
     PromptBatch,
     TextBatch,
     bucket_of,
@@ -48,6 +49,11 @@ def ppo_data(run: Run, actor: Pretrained) -> PromptData:
     cfg = run.cfg.ppo
     read = stage_rows(run, "ppo", actor, tokenize_prompts)
     rows, held_out = read.train, read.held_out[: cfg.num_eval_prompts]
+    if rows[-1].sample_id >= COPIES_APART:
+        raise ValueError(
+            f"step 3 numbers up to {COPIES_APART} prompts, the data have {rows[-1].sample_id + 1}: "
+            "lower --data.max-rows"
+        )
     buckets = prompt_buckets(
         [*rows, *held_out], max_buckets=cfg.max_prompt_buckets, pad_multiple=PAD_MULTIPLE
     )

@@ -15,7 +15,7 @@ import numpy as np
 from meshes.multihost import to_host
 from meshes.reshard import put_batch
 from rlhf_jax.data.encoder import Encoder
-from rlhf_jax.data.records import Dialogue, Example, Message, Record
+from rlhf_jax.data.records import Dialogue, Example, Record
 from rlhf_jax.data.render import ChatFormat, Renderer
 from rlhf_jax.data.tokenize import PromptRow
 from rlhf_jax.engine.row_passes import ModelOnMesh, row_scores
@@ -78,7 +78,7 @@ def example(prompt: PromptRow, answer: str) -> Example:
     """Prompt and answer as a row of data."""
     if prompt.messages is None:
         return Record(prompt.prompt, chosen=answer)
-    return Dialogue(prompt.messages, chosen=(Message("assistant", answer),))
+    return Dialogue(prompt.messages, chosen=(prompt.said(answer),))
 
 
 class TextScorer:

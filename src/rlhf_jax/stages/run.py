@@ -240,7 +240,10 @@ def check_keeps_inputs(cfg: TrainConfig, directory: Path) -> None:
     data = (*cfg.data.data_path, *cfg.data.sft_only_data_path)
     inputs = [cfg.actor_model, cfg.reward_model, *(str(local_path(path)) for path in data)]
     inputs += [cfg.ppo.ptx_path] if cfg.ppo.ptx_path is not None else []
-    inside = [name for name in inputs if Path(name).resolve().is_relative_to(directory.resolve())]
+    modules = [source.rpartition(":")[0] for source in cfg.ppo.reward_fn]
+    inputs += [module for module in modules if module.endswith(".py")]
+    root = directory.resolve()
+    inside = [n for n in inputs if Path(n).expanduser().resolve().is_relative_to(root)]
     if inside:
         raise ValueError(
             f"--overwrite-output-dir would delete {', '.join(inside)}, which this run reads: "

@@ -9,7 +9,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from meshes.multihost import from_first_process, to_host
-from rlhf_jax.data.batches import PromptBatch
+from rlhf_jax.data.batches import COPIES_APART, PromptBatch
+from rlhf_jax.data.encoder import text_behind
 from rlhf_jax.data.records import Message
 from rlhf_jax.data.render import ChatFormat
 from rlhf_jax.data.tokenize import PromptRow
@@ -90,9 +91,10 @@ class HostScorer:
             (rollout.tokens_BR, rollout.lengths_B, rollout.ended_B)
         )
         size, valid = len(lengths_B), int(prompts.valid_B.sum())
-        asked = [rows[int(index)] for index in prompts.sample_ids_B[:valid]]
+        asked = [rows[int(index) % COPIES_APART] for index in prompts.sample_ids_B[:valid]]
         ids = [tokens_BR[n, : lengths_B[n]].tolist() for n in range(valid)]
-        texts = [str(self.tokenizer.decode(row, skip_special_tokens=True)) for row in ids]
+        asks = [prompts.tokens_BP[n, : prompts.lengths_B[n]].tolist() for n in range(valid)]
+        texts = [text_behind(*pair, self.tokenizer) for pair in zip(asks, ids, strict=True)]
         total_B, num_cut = np.zeros(size, np.float32), 0
         parts: dict[str, np.ndarray] = {}
         if self.functions:
@@ -170,7 +172,7 @@ def answered(
     }
     prompts = [row.prompt if row.messages is None else as_dicts(row.messages) for row in rows]
     said = [
-        text if row.messages is None else as_dicts([Message("assistant", text)])
+        text if row.messages is None else as_dicts([row.said(text)])
         for row, text in zip(rows, texts, strict=True)
     ]
     return Answered(prompts, said, ids, columns)
