@@ -198,13 +198,20 @@ def test_a_signal_and_its_copy_save_and_say_how_to_go_on(tmp_path: Path, signum,
         process.send_signal(signum)
         read_until(process, "interrupted: saving after this step")
         process.send_signal(signum)
-        rest, errors = process.communicate()
+        rest = read_until(process, "stopped sft after step")
+        _, errors = process.communicate()
     assert process.returncode == code, errors
-    assert "go on with the same command and --resume" in rest
+    assert rest.endswith("go on with the same command and --resume\n")
     assert errors.endswith("interrupted\n")
-    (checkpoint,) = (tmp_path / "run" / "checkpoints" / "sft").iterdir()
-    assert int(checkpoint.name) >= 2
+    (step,) = saved_steps(tmp_path / "run")
+    assert step >= 2
     assert state(tmp_path / "run") == "interrupted"
+
+
+def saved_steps(directory: Path) -> list[int]:
+    """Those of the complete checkpoints."""
+    names = [path.name for path in (directory / "checkpoints" / "sft").iterdir()]
+    return [int(name) for name in names if name.isdigit()]
 
 
 def state(directory: Path) -> str:
@@ -223,7 +230,8 @@ rename, signals.SAME_REQUEST = os.rename, 0.0
 def slow_rename(before, after, **kwargs):
     if os.path.basename(after).isdigit():  # the checkpoint gets its name: it is complete
         print("renaming", flush=True)
-        time.sleep(float(os.environ["SECONDS"]))
+        while not os.path.exists(os.environ["GO_ON"]):
+            time.sleep(0.05)
     rename(before, after, **kwargs)
 
 os.rename = slow_rename
@@ -232,24 +240,27 @@ sys.exit(train.main())
 
 
 def test_a_save_is_finished_after_a_second_signal(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("SECONDS", "1")
+    go_on = tmp_path / "go_on"
+    monkeypatch.setenv("GO_ON", str(go_on))
     flags = "--sft.max-steps=1000000"
     with training(tmp_path / "run", flags, program=SLOW_TO_SAVE) as process:
         read_until(process, "sft  2/")
         process.send_signal(signal.SIGINT)
         read_until(process, "renaming")
         process.send_signal(signal.SIGINT)
-        rest, errors = process.communicate()
+        read_until(process, "saving, a moment")
+        go_on.touch()
+        rest = read_until(process, "stopped sft after step")
+        _, errors = process.communicate()
     assert process.returncode == 130, errors
-    assert "saving, a moment" in rest
-    assert "go on with the same command and --resume" in rest
-    assert len(list((tmp_path / "run" / "checkpoints" / "sft").glob("[0-9]"))) == 1
+    assert rest.endswith("go on with the same command and --resume\n")
+    assert len(saved_steps(tmp_path / "run")) == 1
     assert state(tmp_path / "run") == "interrupted"
 
 
 def test_a_third_signal_ends_a_save_and_the_stage_starts_anew(tmp_path: Path, monkeypatch) -> None:
     """No abort, a report that tells, and no row twice."""
-    monkeypatch.setenv("SECONDS", "600")
+    monkeypatch.setenv("GO_ON", str(tmp_path / "never"))
     flags = "--sft.max-steps=200"
     with training(tmp_path / "run", flags, program=SLOW_TO_SAVE) as process:
         read_until(process, "sft  2/")
@@ -262,7 +273,7 @@ def test_a_third_signal_ends_a_save_and_the_stage_starts_anew(tmp_path: Path, mo
     assert process.returncode == 130, errors
     assert errors.endswith("interrupted\n")
     assert state(tmp_path / "run") == "interrupted"
-    assert not list((tmp_path / "run" / "checkpoints" / "sft").glob("[0-9]"))
+    assert saved_steps(tmp_path / "run") == []
     with training(tmp_path / "run", flags, "--resume") as process:
         printed, errors = process.communicate()
     assert process.returncode == 0, errors

@@ -189,8 +189,8 @@ def test_files_that_are_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     file = write(tmp_path / "a.gguf", "mamba", {}, {})
     with pytest.raises(ValueError, match="architecture='mamba' is not supported: .* llama, qwen2"):
         read_source_config(file)
-    with pytest.raises(ValueError, match="a.gguf lacks qwen2.attention.head_count"):
-        read_source_config(write(file, "qwen2", {}, {}))
+    with pytest.raises(ValueError, match="e.gguf lacks qwen2.attention.head_count"):
+        read_source_config(write(tmp_path / "e.gguf", "qwen2", {}, {}))
     (tmp_path / "b.gguf").write_bytes(file.read_bytes()[:50])
     with pytest.raises(ValueError, match="b.gguf is not a whole GGUF file"):
         open_gguf(tmp_path / "b.gguf")

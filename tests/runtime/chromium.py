@@ -120,6 +120,12 @@ class Page:
         x, y = self.place(selector)
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
             self.mouse(kind, x, y)
+        self.settle()
+
+    def settle(self) -> None:
+        """Waits for two frames: by then what watches sizes has drawn anew."""
+        frame = "requestAnimationFrame"
+        self.evaluate(f"new Promise(done => {frame}(() => {frame}(done)))")
 
     def type(self, selector: str, text: str) -> None:
         self.click(selector)

@@ -39,5 +39,6 @@ def test_phases_and_all_else_make_up_the_step() -> None:
     found = timer.take()
     step = found.pop("timing_s/step")
     assert sum(found.values()) == pytest.approx(step)
-    assert found["timing_s/generate"] > found["timing_s/update"] > 0.009
+    assert found["timing_s/generate"] > 0.019  # a sleep may last longer, and is never shorter
+    assert found["timing_s/update"] > 0.009
     assert timer.peek() == {}

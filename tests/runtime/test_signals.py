@@ -1,8 +1,14 @@
 """One request, however often it is passed on; a save is finished; one signal more ends all."""
 
+import fcntl
+import os
 import signal
+import subprocess
+import sys
+import termios
 import threading
 import time
+from array import array
 
 import pytest
 
@@ -77,6 +83,41 @@ def test_a_signal_that_another_thread_gets_is_heard_while_waiting() -> None:
         wait_for(finish)
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_signal_amid_a_write_that_nobody_reads_is_noted_and_said_elsewhere() -> None:
+    """As with `| less`, or a terminal that ctrl-S holds: the pipe is full when ctrl-C comes."""
+    program = """
+import sys
+from rlhf_jax.runtime.log import say
+from rlhf_jax.runtime.signals import StopSignals
+
+with StopSignals() as signals:
+    while signals.came is None:
+        say("x" * 200)
+print("saved", file=sys.stderr)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+    ) as process:
+        assert process.stdout is not None
+        while not is_full(process.stdout.fileno()):
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        out, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert errors.endswith("saved\n")
+    assert "interrupted: saving after this step" in out + errors  # out: it came between two writes
+
+
+def is_full(pipe: int) -> bool:
+    """Whether less than a page of it is free: who writes a page waits."""
+    (waiting,) = array("i", fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4))
+    return waiting > fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) - 4096
 
 
 def test_waiting_ends_with_the_error_of_what_it_waited_for() -> None:

@@ -96,12 +96,15 @@ def test_a_killed_process_ends_the_others(
     began = time.monotonic()
     assert wait([first, second]) == 128 + signal.SIGKILL
     assert time.monotonic() - began < 30
-    assert first.poll() is not None
+    assert first.wait(timeout=30) is not None
     assert "process 1 was killed (SIGKILL)" in capsys.readouterr().err
 
 
 def test_a_failed_process_gives_its_code(capsys: pytest.CaptureFixture[str]) -> None:
-    assert wait([python("raise SystemExit(3)"), python("raise SystemExit(3)")]) == 3
+    both = [python("raise SystemExit(3)") for _ in range(2)]
+    for process in both:  # of those that have ended the first one is named
+        process.wait()
+    assert wait(both) == 3
     assert "process 0 ended with exit code 3" in capsys.readouterr().err
 
 

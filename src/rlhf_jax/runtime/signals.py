@@ -1,6 +1,7 @@
 """Ctrl-C and SIGTERM: the first saves and stops a run, another one stops it at once."""
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -67,7 +68,11 @@ class StopSignals:
         else:
             raise Stopped(signum, at_once=True)
         self.came = self.came or signum
-        say(f"{text} ({NAMES[signal.Signals(signum)]} again: stop at once)")
+        text += f" ({NAMES[signal.Signals(signum)]} again: stop at once)"
+        try:
+            say(text)
+        except RuntimeError:  # it came while stdout waits for its reader, amid a write
+            print(text, file=sys.stderr)
 
 
 def wait_for(finish: Callable[[], None]) -> None:
