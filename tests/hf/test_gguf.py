@@ -177,6 +177,8 @@ def test_a_type_that_is_not_supported_names_tensor_and_type(tmp_path: Path) -> N
         ({"rope.scaling.factor": 4.0}, "rope_type='linear' is not supported"),
         ({"rope.scale_linear": 4.0}, "rope_type='linear' is not supported"),
         ({"expert_count": 8}, "num_local_experts=8 is not supported"),
+        ({"attention.head_count_kv": [2, 4]}, "head_count_kv has a value for each layer: models"),
+        ({"feed_forward_length": [8, 16]}, "feed_forward_length has a value for each layer"),
         ({"split.count": 3}, "is one of 3 parts: merge them first"),
     ],
 )

@@ -48,10 +48,11 @@ def test_greedy_tokens_are_the_likeliest_and_have_the_log_probability_of_the_log
         np.testing.assert_allclose(answer.logprobs, logprobs, **tolerance(np.float32))
 
 
-def test_tokens_end_with_the_stop_token_and_text_leaves_it_out(llama, greedy) -> None:
+@pytest.mark.parametrize("told", [int, lambda token: [token]])
+def test_tokens_end_with_the_stop_token_and_text_leaves_it_out(llama, greedy, told) -> None:
     stop = greedy[0].tokens[3]
     want = greedy[0].tokens[: greedy[0].tokens.index(stop) + 1]
-    stopped = llama.generate(PROMPTS, max_new_tokens=8, temperature=0.0, stop_ids=[stop])[0]
+    stopped = llama.generate(PROMPTS, max_new_tokens=8, temperature=0.0, stop_ids=told(stop))[0]
     assert stopped.tokens == want
     assert len(stopped.logprobs) == len(want)
     assert stopped.stopped

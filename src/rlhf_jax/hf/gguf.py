@@ -79,7 +79,17 @@ class GGUFFile:
         value = self.of(key)
         if value is None:
             raise ValueError(f"{self.path} lacks {self.architecture}.{key}: it is not complete")
+        if isinstance(value, list | tuple):
+            raise ValueError(
+                f"{self.path}: {self.architecture}.{key} has a value for each layer: models whose "
+                "layers differ are not supported"
+            )
         return value
+
+    def kv_heads(self) -> int:
+        """Key and value heads; as many as query heads where the file does not say."""
+        key = "attention.head_count"
+        return int(self.need(key if self.of(f"{key}_kv") is None else f"{key}_kv"))
 
 
 def open_gguf(path: Path) -> GGUFFile:
@@ -166,7 +176,7 @@ def heads_of(file: GGUFFile) -> dict[str, int]:
     if file.architecture != "llama":
         return {}
     heads = int(file.need("attention.head_count"))
-    return {"attn_q": heads, "attn_k": int(file.of("attention.head_count_kv", heads))}
+    return {"attn_q": heads, "attn_k": file.kv_heads()}
 
 
 def hf_name(name: str) -> str:
@@ -195,7 +205,7 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
         "intermediate_size": int(file.need("feed_forward_length")),
         "num_hidden_layers": int(file.need("block_count")),
         "num_attention_heads": heads,
-        "num_key_value_heads": int(file.of("attention.head_count_kv", heads)),
+        "num_key_value_heads": file.kv_heads(),
         "head_dim": head_size(file, width // heads),
         "hidden_act": "silu",
         "max_position_embeddings": int(file.need("context_length")),

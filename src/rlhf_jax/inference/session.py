@@ -136,7 +136,7 @@ class Model:
         min_p: float = 0.0,
         repetition_penalty: float = 1.0,
         num_samples: int = 1,
-        stop_ids: Sequence[int] | None = None,
+        stop_ids: Sequence[int] | int | None = None,
         seed: int = 0,
         batch_size: int = BATCH_SIZE,
         prompt_length: int | None = None,
@@ -194,7 +194,7 @@ class Model:
         top_p: float = 1.0,
         min_p: float = 0.0,
         repetition_penalty: float = 1.0,
-        stop_ids: Sequence[int] | None = None,
+        stop_ids: Sequence[int] | int | None = None,
     ) -> Streamer:
         """Answers whose text comes as it is made: `streamer.answer(ids, seed=…)`.
 
@@ -321,9 +321,10 @@ class Model:
             )
         return bucket(longest, room) if asked is None else asked
 
-    def _stop_ids(self, asked: Sequence[int] | None) -> tuple[int, ...]:
+    def _stop_ids(self, asked: Sequence[int] | int | None) -> tuple[int, ...]:
         if asked is None:
             return self.stop_ids
+        asked = (asked,) if isinstance(asked, int) else asked
         if not len(asked):
             return ()
         return tuple(check_ids(asked, self.config.vocab_size, "stop_ids").tolist())
