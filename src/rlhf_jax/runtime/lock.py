@@ -28,9 +28,10 @@ def locked(directory: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.seek(0)
+            whose = file.read() or "it has just begun"
             raise ValueError(
-                f"a run is writing {directory} ({file.read()}): wait for it, end it, or choose "
-                "another --output-dir"
+                f"a run is writing {directory} ({whose}): wait for it, end it, or choose another "
+                "--output-dir"
             ) from error
         except OSError as error:
             if error.errno not in NO_LOCKS:
