@@ -43,6 +43,15 @@ def test_a_number_without_a_dot_is_a_number(run_yaml) -> None:
     assert parse(run_yaml("ppo:\n  actor_learning_rate: 1e-6\n")).ppo.actor_learning_rate == 1e-6
 
 
+@pytest.mark.parametrize(
+    "name", ["20240101_120000", "007", "0x10", "12:30", "1.10", "2024-01-01T09:00:00Z"]
+)
+def test_what_looks_like_a_number_stays_a_name(name: str, run_yaml) -> None:
+    config = parse(run_yaml(f"output_dir: {name}\ndata: {{data_path: [{name}], max_rows: 1_000}}"))
+    assert (config.output_dir, config.data.data_path) == (name, (name,))
+    assert config.data.max_rows == 1000
+
+
 def test_flags_override_the_file_and_the_file_the_recipe(run_yaml) -> None:
     args = run_yaml("recipe: opt\nseed: 1\nsft: {learning-rate: 0.5, batch_size: 32}\n")
     config = parse([*args, "--sft.learning-rate=0.25"])
@@ -81,6 +90,9 @@ def test_an_empty_file_changes_nothing(run_yaml) -> None:
         ("- 1", "it holds a list"),
         ("data_path: [[1]]", "data_path must be a list of plain values"),
         ("seed: {a: 1}", "unknown key seed.a"),
+        ("output_dir: {{ dir }}", "not valid YAML: a key that is no text"),
+        ("output_dir:", "run.yaml: output_dir has no value"),
+        ("actor_model: null", "run.yaml: actor_model has no value"),
         ("dropout: 0.1", "run.yaml: dropout is not offered"),
         ("sft: {lora: {rank: 8}}", "run.yaml: unknown key sft.lora.rank"),
     ],

@@ -38,6 +38,10 @@ def test_text_is_text_and_null_is_null() -> None:
     [
         (3, "rows, line 2: column 'prompt' holds a int, not text or messages"),
         ([], "column 'prompt' holds an empty list"),
+        ({"role": "user", "content": "Hi"}, "holds an object with role, content, not text or"),
+        ({"role": ["user"], "content": ["Hi", "Ho"]}, "holds an object with role, content, not"),
+        ("Hi \ud83d", r"column 'prompt': no Unicode text: half of a surrogate pair, '\ud83d'"),
+        ([{"role": "user", "content": "\ude00"}], "message 0: no Unicode text"),
         (["Hi"], "column 'prompt', message 0: a str, not a message: it needs role and content"),
         ([{"role": "user"}], "message 0: an object with role, not a message"),
         ([{"role": "user", "content": [{"type": "image"}]}], "message 0: role or content is not"),

@@ -83,6 +83,29 @@ def test_a_judge_with_another_tokenizer_reads_text_and_it_is_said(
         assert row["baseline"]["score"] == pytest.approx(score, rel=1e-5, abs=1e-6)
 
 
+def test_prompts_that_a_template_refuses_are_counted(directory_of, tmp_path, capsys) -> None:
+    """One template has no place for a system message; a turn of a tool is shown as it is."""
+    strict, free = directory_of("llama"), directory_of("mistral")
+    turns = "{% for m in messages %}{{ m['content'] + ' </s> ' }}{% endfor %}"
+    (free / "chat_template.jinja").write_text(turns)
+    refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    (strict / "chat_template.jinja").write_text(refusal + turns)
+    talk = [("system", "w9"), ("user", "w4"), ("assistant", "w6"), ("tool", "w7"), ("user", "w8")]
+    messages = [{"role": role, "content": content} for role, content in talk]
+    prompts, target = tmp_path / "prompts.jsonl", tmp_path / "report.json"
+    rows = [{"prompt": messages}, {"prompt": messages[1:]}]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv = ["compare", str(strict), str(free), "--mesh=1x1", "--max-new-tokens=2"]
+    assert main([*argv, f"--prompts={prompts}", f"--output={target}"]) == 0
+    report = json.loads(target.read_text())
+    assert report["left_out"] == {"refused_by_a_chat_template": 1}
+    (shown,) = report["samples"]
+    assert shown["prompt"] == "user: w4\n\nassistant: w6\n\ntool: w7\n\nuser: w8"
+    prompts.write_text(json.dumps(rows[0]))
+    assert main([*argv, f"--prompts={prompts}"]) == 1
+    assert "the chat templates refuse them all" in capsys.readouterr().err
+
+
 def test_a_model_against_itself_ties(compared, directory_of, tmp_path, capsys) -> None:
     """Six built-in prompts, asked as a transcript; no judge, no scores."""
     name = str(directory_of("llama"))

@@ -9,6 +9,7 @@ import pytest
 
 from rlhf_jax.evaluation.course import NUM_POINTS, course, points
 from rlhf_jax.evaluation.course_svg import Scale, picture, ticks_of
+from rlhf_jax.evaluation.run_page import curves, phases
 from rlhf_jax.runtime.report.reading import RunRecord, Stage
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -91,3 +92,20 @@ def test_ticks_hold_all_values_and_are_few_and_round(low: float, high: float) ->
 def test_a_scale_takes_its_ends_to_its_ends() -> None:
     scale = Scale(2, 4, 100, 50)
     assert (scale(2), scale(3), scale(4)) == (100, 75, 50)
+
+
+def test_the_mean_over_seeds_is_of_all_of_them() -> None:
+    """Two seeds that do not move were evaluated at other steps: no mean may move either."""
+    steps = [(0, 10, 20), (0, 5, 20)]
+    runs = [
+        {"curve": [{"step": step, "objective/scores": score} for step in each]}
+        for each, score in zip(steps, (1.0, 3.0), strict=True)
+    ]
+    lines = [line for line in curves(runs).splitlines() if line[2:3].isdigit()]
+    assert lines == ["| 0 | 2.000 |", "| 10 |  |", "| 20 | 2.000 |"]
+
+
+def test_a_stage_that_one_run_lacks_has_the_seconds_of_the_others() -> None:
+    runs = [{"seconds": {"reward": {"all": 4.0}, "ppo": {"all": 2.0}}}]
+    runs.append({"seconds": {"ppo": {"all": 4.0}}})
+    assert "| reward | all | 4.0 |\n| ppo | all | 3.0 |" in phases(runs)

@@ -61,6 +61,14 @@ def test_chunks_and_sliding_windows_are_those_of_the_logits(llama, directory_of,
         assert report["nll"] == pytest.approx(total / 50, rel=1e-5)
 
 
+def test_a_mark_of_the_byte_order_is_no_text(directory_of, tmp_path) -> None:
+    for name, mark in (("plain.txt", b""), ("marked.txt", b"\xef\xbb\xbf")):
+        (tmp_path / name).write_bytes(mark + b"w4 w5 w6")
+    model = str(directory_of("llama"))
+    plain, marked = (run(tmp_path, model, str(tmp_path / f"{n}.txt")) for n in ("plain", "marked"))
+    assert marked["nll"] == plain["nll"]
+
+
 def test_of_prompts_and_answers_the_answers_count(llama, directory_of, tmp_path) -> None:
     rows = [
         {"prompt": "w10 w11", "completion": "w12 w13 w14"},

@@ -25,6 +25,7 @@ def judge(completion: object, solution: str | None = SOLUTION) -> list[float | N
         "#### 42\nA check: 42 - 1 = 41",
         "not #### 41 but #### 42",
         "from 40-42",
+        "between 7,42",
     ],
 )
 def test_right_answers(answer: str) -> None:
@@ -32,7 +33,8 @@ def test_right_answers(answer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", ["", "forty-two", "41", "42, no, 43", "#### 43 (I first had 42)", "-42", "4 2", "420"]
+    "answer",
+    ["", "forty-two", "41", "42, no, 43", "#### 43 (I first had 42)", "-42", "4 2", "420", "4,2"],
 )
 def test_wrong_answers(answer: str) -> None:
     assert judge(answer) == [0.0]

@@ -79,3 +79,13 @@ def test_samples_carry_their_step_and_every_letter(tmp_path: Path) -> None:
     first = {"prompt": "é", "answer": "b\n", "score": 1.5, "answer_before": "so"}
     assert rows[0] == {"step": 50, **first, "score_before": None}
     assert rows[1]["answer_before"] is None
+
+
+def test_a_letter_that_a_killed_run_cut_in_two_ends_no_report(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    whole = '{"stage": "ppo", "step": 1, "rewards/kürze/mean": 1.0}\n'.encode()
+    path.write_bytes(whole + whole[: whole.index("ü".encode()) + 1])
+    assert [row["step"] for row in read_rows(path)] == [1]
+    path.write_bytes(whole[: whole.index("ü".encode()) + 1] + b"\n" + whole)
+    with pytest.raises(ValueError, match=r"m\.jsonl, line 1 is no JSON"):
+        read_rows(path)

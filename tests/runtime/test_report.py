@@ -96,6 +96,15 @@ def test_a_resumed_runs_samples_stand_once(tmp_path: Path) -> None:
     assert [(row["step"], row["answer"]) for row in samples] == [(0, "x")] * 2 + [(5, "new")] * 2
 
 
+def test_a_sample_that_was_cut_inside_a_letter_is_left_out(tmp_path: Path) -> None:
+    row = {"step": 0, "prompt": "a", "answer": "schön", "score": None}
+    directory = write_run(tmp_path, samples={"sft": [row]})
+    path = directory / "samples/sft.jsonl"
+    whole = json.dumps(row, ensure_ascii=False).encode() + b"\n"
+    path.write_bytes(whole + whole[: whole.index("ö".encode()) + 1])
+    assert read_run(directory).samples["sft"] == [row]
+
+
 def test_samples_of_many_evaluations_are_the_first_the_last_and_some_between(
     tmp_path: Path,
 ) -> None:

@@ -40,16 +40,29 @@ def read_config_file(path: str) -> list[Given]:
     return found
 
 
+_RESOLVED = ("bool", "null", "merge")
+
+
 class _Loader(yaml.SafeLoader):
-    """PyYAML keeps the last of two equal keys in silence; this one refuses."""
+    """PyYAML keeps the last of two equal keys in silence; this one refuses. Numbers and dates stay
+    the text that they are: a field's type says how it is read, and `20240101_120000` may be a name.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.YAMLError(f"a key that is no text, {key.start_mark}")
             if key.value in seen:
                 raise yaml.YAMLError(f"key {key.value!r} stands twice, {key.start_mark}")
             seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in forms if tag.rpartition(":")[2] in _RESOLVED]
+    for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 
 
 def _flatten(mapping: dict[Any, Any], path: str, prefix: str) -> Iterator[Given]:

@@ -102,6 +102,8 @@ def _sequence(given: Given) -> tuple[str, ...]:
 def _spelling(given: Given, path: str, field: ConfigField | None) -> str:
     """The value, with other people's words for it replaced."""
     value = given.one_value
+    if value == "None" and given.file and field is not None and not field.is_optional:
+        raise ValueError(f"{given.label} has no value: give it one, or leave it out")
     if path in ("actor_model", "reward_model"):
         return _model(given, value)
     if field is not None and field.is_optional and value.lower() in ("none", "null"):

@@ -26,16 +26,19 @@ def read_text(value: object, column: str, where: str) -> Text | None:
     """A column that holds text or messages; None where it, or the content of a message, is null.
 
     Raises:
-        ValueError: anything else.
+        ValueError: anything else, or text that is no Unicode.
     """
     if value is None or isinstance(value, str):
-        return value
+        return value if value is None else _checked(value, f"{where}: column {column!r}")
     if isinstance(value, Mapping):
         # `datasets` reads a list of structs as a struct of lists where it is declared a Sequence.
         lists = {key: item for key, item in value.items() if isinstance(item, list)}
-        value = [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
+        if len({len(item) for item in lists.values()}) == 1:
+            value = [
+                dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)
+            ]
     if not isinstance(value, Sequence) or not value:
-        what = "an empty list" if value == [] else f"a {type(value).__name__}"
+        what = "an empty list" if value == [] else _named(value)
         raise ValueError(f"{where}: column {column!r} holds {what}, not text or messages")
     place = f"{where}: column {column!r}, message"
     messages = [_message(item, f"{place} {n}") for n, item in enumerate(value)]
@@ -52,14 +55,32 @@ def _message(item: object, where: str) -> Message | None:
                     return None
                 if isinstance(role, str) and isinstance(content, str):
                     # Millions of messages share a handful of roles.
-                    return Message(sys.intern(ROLES.get(role, role)), content)
+                    return Message(sys.intern(ROLES.get(role, role)), _checked(content, where))
                 raise ValueError(f"{where}: {role_field} or {content_field} is not text")
-    got = f"a {type(item).__name__}"
-    if isinstance(item, Mapping):
-        got = f"an object with {', '.join(map(str, item)) or 'nothing'}"
     raise ValueError(
-        f"{where}: {got}, not a message: it needs role and content (or from and value)"
+        f"{where}: {_named(item)}, not a message: it needs role and content (or from and value)"
     )
+
+
+def _named(value: object) -> str:
+    if isinstance(value, Mapping):
+        return f"an object with {', '.join(map(str, value)) or 'nothing'}"
+    return f"a {type(value).__name__}"
+
+
+def _checked(text: str, where: str) -> str:
+    """The text; ValueError for half of a surrogate pair, which JSON can hold and no tokenizer
+    takes.
+    """
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{where}: no Unicode text: half of a surrogate pair, {text[error.start]!r}, at "
+                f"character {error.start + 1}. Take it out"
+            ) from error
+    return text
 
 
 def as_messages(text: Text, role: str) -> Conversation:

@@ -1,6 +1,7 @@
 """Rows of one file: JSON lines, JSON, Parquet, Arrow or plain text."""
 
 import codecs
+import glob
 import gzip
 import json
 import zlib
@@ -77,7 +78,8 @@ def _parquet(file: Path) -> Table:
     from datasets.exceptions import DatasetsError
 
     try:
-        found = datasets.load_dataset("parquet", data_files=str(file), split="train")
+        # It takes a pattern: `rows[1].parquet` would be rows1.parquet.
+        found = datasets.load_dataset("parquet", data_files=glob.escape(str(file)), split="train")
     # ValueError and OSError are the base of what Arrow raises.
     except (DatasetsError, ValueError, OSError) as error:
         raise ValueError(f"{file}: not a Parquet file that can be read: {error}") from error
@@ -108,7 +110,7 @@ def _plain_text(file: Path) -> Table:
         (number, _decode(line, f"{file}, line {number}").rstrip("\r\n"))
         for number, line in enumerate(_lines(file), 1)
     )
-    return Table(str(file), "line", ((number, {"text": line}) for number, line in decoded if line))
+    return Table(str(file), "line", ((n, {"text": line}) for n, line in decoded if line.strip()))
 
 
 FORMATS: dict[str, Callable[[Path], Table]] = {

@@ -142,12 +142,17 @@ def _by_entry(entry: Entry, columns: tuple[str, ...], stage: Stage, where: str) 
 
 
 def _by_columns(shape: Shape, columns: tuple[str, ...], stage: Stage) -> _Reader:
-    has_margin = MARGIN in columns and "rejected" in shape.columns
-    has_label = LABEL in columns and "completion" in shape.columns and stage != "ppo"
+    has_margin = "rejected" in shape.columns
+    takes_label = "completion" in shape.columns and stage != "ppo"
+    has_label = takes_label and LABEL in columns
 
     def convert(row: Row, where: str) -> Example | str:
         if has_label and not is_good(row.get(LABEL), where):
             return f"{LABEL} is false"
+        if LABEL in row and takes_label and not has_label:
+            raise ValueError(
+                f"{where}: it has a {LABEL!r} and the first row has none: give one to every row"
+            )
         texts: dict[str, Text] = {}
         for name in shape.columns:
             text = read_text(row[name], name, where)

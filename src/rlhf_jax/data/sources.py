@@ -30,7 +30,7 @@ SPLIT_NAMES: dict[Split, tuple[str, ...]] = {
 """Under which names a split is looked for; the first that is there is taken."""
 
 _HUB_ID = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<config>[\w.-]+))?")
-_SHARD = re.compile(r"-\d+-of-\d+(?=\.)")
+_SHARD = re.compile(r"-(\d+)-of-(\d+)(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -144,18 +144,31 @@ def _folder_tables(folder: Path, split: Split, names: Sequence[str]) -> list[Tab
                     f"{', '.join(file.name for file in files)}. Keep one, or name the file itself"
                 )
             if files:
-                return [file_table(file) for file in files]
+                return _shard_tables(files)
     if split == "eval":
         return None
     shards = sorted(folder.glob("data-*-of-*.arrow"))
     if shards:
-        return [file_table(file) for file in shards]
+        return _shard_tables(shards)
     there = ", ".join(sorted(file.name for file in folder.iterdir())[:10]) or "nothing"
     raise FileNotFoundError(
         f"{folder}: no {names[0]}.* or data/{names[0]}.* ({', '.join(FORMATS)}, each also .gz but "
         f"Parquet and Arrow). The folder holds: {there}. Name the file itself, or call it "
         f"{names[0]}.*"
     )
+
+
+def _shard_tables(files: Sequence[Path]) -> list[Table]:
+    """The tables of a split; ValueError where not each of its shards is there once."""
+    shards = [shard for file in files if (shard := _SHARD.search(file.name))]
+    numbers = sorted((int(shard[1]), int(shard[2])) for shard in shards)
+    if numbers != [(n, len(shards)) for n in range(len(shards))]:
+        raise ValueError(
+            f"{files[0].parent}: these are not all shards of one data set, each once: "
+            f"{', '.join(file.name for file in files)}. Add those that are missing, or name the "
+            "files themselves"
+        )
+    return [file_table(file) for file in files]
 
 
 def _is_split(file: Path, name: str) -> bool:

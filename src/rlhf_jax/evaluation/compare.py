@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_jax.data.encoder import Encoder
+from rlhf_jax.data.fields import UnusableRowError
 from rlhf_jax.data.records import Example, Record
 from rlhf_jax.data.render import Renderer
 from rlhf_jax.evaluation.config import Compare
@@ -33,6 +34,11 @@ def evaluate_compare(cfg: Compare) -> dict[str, Any]:
     prompts, read = read_prompts(cfg.prompts, cfg.max_rows)
     models = {side: load_policy(getattr(cfg, side), cfg) for side in SIDES}
     judge = load_judge(cfg.judge, cfg) if cfg.judge is not None else None
+    readers = [*models.values(), *([judge] if judge else [])]
+    given = len(prompts)
+    prompts = [each for each in prompts if all(can_write(each, model) for model in readers)]
+    check_any(prompts, "prompt", f"{read}; the chat templates refuse them all")
+    refused = given - len(prompts)
     notes: list[str] = []
     asked = {side: list(encode(models[side], prompts, cfg, notes)) for side in SIDES}
     if cfg.max_new_tokens is None:
@@ -47,13 +53,13 @@ def evaluate_compare(cfg: Compare) -> dict[str, Any]:
         f"{min(model.config.max_positions for model in models.values())} positions: name shorter "
         "ones with --prompts, such as the training data",
     )
-    lost = left_out(over_length=len(prompts) - len(numbers))
+    lost = left_out(refused_by_a_chat_template=refused, over_length=len(prompts) - len(numbers))
     scores: dict[str, dict[int, float]] = {side: {} for side in SIDES}
     result: dict[str, Any] = {}
     if judge is not None:
         for side in SIDES:
-            given = {n: (prompts[n], answers[side][n]) for n in numbers}
-            scores[side] = judged(judge, models[side], given, cfg, notes)
+            said = {n: (prompts[n], answers[side][n]) for n in numbers}
+            scores[side] = judged(judge, models[side], said, cfg, notes)
         both = in_both(scores)
         check_any(both, "answer", f"{read}; all are too long for {judge.name}")
         lost |= left_out(over_length_of_judge=len(numbers) - len(both))
@@ -150,11 +156,23 @@ def written(prompt: Example, model: Model) -> Record:
     )
 
 
+def can_write(prompt: Example, model: Model) -> bool:
+    """Whether the model's chat template has a place for all messages of a prompt."""
+    try:
+        written(prompt, model)
+    except UnusableRowError:
+        return False
+    return True
+
+
 def text_of(prompt: Example, model: Model) -> str:
     """A prompt as people read it."""
     if isinstance(prompt, Record):
         return prompt.prompt
-    return Renderer(model.tokenizer, "human_assistant").record(prompt, ()).prompt
+    try:
+        return Renderer(model.tokenizer, "human_assistant").record(prompt, ()).prompt
+    except UnusableRowError:  # a transcript has no turn of a tool
+        return "\n\n".join(f"{role}: {content}" for role, content in prompt.prompt)
 
 
 def judged(

@@ -64,7 +64,7 @@ def read_document(file: Path) -> str:
     """
     try:
         with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as stream:
-            text = stream.read().decode()
+            text = stream.read().decode("utf-8-sig")
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{file}: damaged, or not gzip: {error}") from error
     except UnicodeDecodeError as error:

@@ -250,9 +250,11 @@ def curves(runs: Sequence[Measured]) -> str:
 
 
 def mean_at(seen: Sequence[dict[float, dict[str, float]]], step: float, name: str) -> str:
-    """Over the seeds that have this metric at this step."""
+    """Over the seeds; empty where one of them lacks this metric at this step: the mean of the
+    others is another course.
+    """
     values = [rows[step][name] for rows in seen if name in rows.get(step, {})]
-    return number(float(np.mean(values))) if values else ""
+    return number(float(np.mean(values))) if len(values) == len(seen) else ""
 
 
 def phases(runs: Sequence[Measured]) -> str:
@@ -260,9 +262,8 @@ def phases(runs: Sequence[Measured]) -> str:
     rows = []
     for stage, found in runs[0]["seconds"].items():
         for phase in found:
-            values = [
-                run["seconds"][stage][phase] for run in runs if phase in at(run, f"seconds/{stage}")
-            ]
+            values = [at(run, f"seconds/{stage}/{phase}") for run in runs]
+            values = [value for value in values if value is not None]
             rows.append([stage, phase, number(float(np.mean(values)), 1)])
     return table("Seconds", ["stage", "phase", "seconds"], rows, "`all` holds compilation too.")
 

@@ -10,8 +10,10 @@ from decimal import Decimal
 from typing import Any
 
 MARKER = "####"
-NUMBER = re.compile(r"(?:(?<![\d.])-)?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
-"""A minus behind a digit subtracts."""
+NUMBER = re.compile(r"(?:(?<![\d.])-)?\$?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
+"""A minus behind a digit subtracts; commas stand between groups of three digits, others between
+numbers.
+"""
 
 
 def gsm8k_correct(

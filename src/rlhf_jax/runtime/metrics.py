@@ -10,7 +10,7 @@ the last counts.
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -102,22 +102,29 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
     A last line that a killed run left unfinished is skipped; another broken line is a ValueError.
     """
-    lines = Path(path).read_text(encoding="utf-8").split("\n")
     rows: dict[tuple[str, int], dict[str, Any]] = {}
+    for row in whole_rows(path):
+        key = (row["stage"], row["step"])
+        rows.pop(key, None)
+        rows[key] = row
+    return list(rows.values())
+
+
+def whole_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Every row of a file of JSON lines; as `read_rows` of a broken one."""
+    lines = Path(path).read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line) if line else None
-        except json.JSONDecodeError as error:
+            # What is cut may be a letter of several bytes: decoded line by line.
+            row = json.loads(line.decode()) if line else None
+        except ValueError as error:
             if number == len(lines):
                 break
             raise ValueError(
                 f"{path}, line {number} is no JSON ({error}): {line[:80]!r}"
             ) from error
         if row is not None:
-            key = (row["stage"], row["step"])
-            rows.pop(key, None)
-            rows[key] = row
-    return list(rows.values())
+            yield row
 
 
 def last_steps(path: Path) -> dict[str, int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from rlhf_jax.runtime.metrics import read_rows
+from rlhf_jax.runtime.metrics import read_rows, whole_rows
 
 NOT_METRICS = {"stage", "step", "time", "nonfinite"}
 ORDER = ("sft", "reward", "dpo", "ppo")
@@ -129,20 +129,9 @@ def numbers(row: Mapping[str, Any]) -> dict[str, float]:
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
     """The rows of a sample table. A resumed run repeats evaluations: the last one counts."""
-    lines = path.read_text(encoding="utf-8").split("\n")
     blocks: dict[int, list[dict[str, Any]]] = {}
     before: int | None = None
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line) if line else None
-        except json.JSONDecodeError as error:
-            if number == len(lines):
-                break
-            raise ValueError(
-                f"{path}, line {number} is no JSON ({error}): {line[:80]!r}"
-            ) from error
-        if row is None:
-            continue
+    for row in whole_rows(path):
         step = int(row.get("step", 0))
         if step != before:
             blocks[step] = []
