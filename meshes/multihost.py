@@ -1,7 +1,9 @@
 """Processes and devices: starting them, and bringing arrays of several processes to each host."""
 
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from jax.experimental import multihost_utils
 from meshes.layout import MeshShape, check_device_count, parse_mesh
 
 COORDINATOR = "JAX_COORDINATOR_ADDRESS"
+FAREWELL = 10.0
+"""Seconds that a process which has failed has to end together with the others."""
 DEVICE_FILES = Path("/dev")
 """Here are the GPUs that this process was given; /proc also has those that a container was not."""
 NO_GPUS = ("", "-1", "NoDevFiles")
@@ -35,6 +39,21 @@ def start_processes() -> None:
         )
     elif int(os.environ.get("SLURM_NTASKS", "1")) > 1:
         jax.distributed.initialize()
+
+
+@contextmanager
+def ending_alone() -> Iterator[None]:
+    """One of several processes that fails inside ends within `FAREWELL`, whatever the others do:
+    they may wait for it, and JAX would have it wait minutes for them.
+    """
+    try:
+        yield
+    except Exception:
+        if jax.distributed.is_initialized():
+            timer = threading.Timer(FAREWELL, os._exit, [1])
+            timer.daemon = True
+            timer.start()
+        raise
 
 
 def num_processes() -> int:
@@ -105,7 +124,23 @@ def start_devices(mesh: str | None, *, cpu_devices: int = 1) -> MeshShape:
     check_platform()
     shape = asked or default_mesh_shape()
     check_device_count(shape, len(jax.devices()))
+    check_processes_share(shape)
     return shape
+
+
+def check_processes_share(shape: MeshShape) -> None:
+    """ValueError where the mesh, of the first devices, leaves a process without one: it would have
+    no part of any array.
+    """
+    found = jax.devices()
+    used = {device.process_index for device in found[: shape.num_devices]}
+    if len(used) < jax.process_count():
+        raise ValueError(
+            f"--mesh={shape} asks for {shape.num_devices} of the {len(found)} devices of "
+            f"{jax.process_count()} processes, and {jax.process_count() - len(used)} of these "
+            f"would have none: use --mesh={len(found)}x1, or start {len(used)} "
+            f"process{'es' * (len(used) > 1)}"
+        )
 
 
 def to_host(tree: Any) -> Any:

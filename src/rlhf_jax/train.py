@@ -24,10 +24,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         config = parse(argv)
         code = 1
+        from meshes.multihost import ending_alone
         from rlhf_jax.recipes.nearest import nearest_recipe
         from rlhf_jax.stages.pipeline import run_pipeline
 
-        run_pipeline(config, to_yaml(config), nearest_recipe(asdict(config)))
+        with ending_alone():
+            run_pipeline(config, to_yaml(config), nearest_recipe(asdict(config)))
     except BrokenPipeError:  # the reader of a pipe has seen enough: train --help | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

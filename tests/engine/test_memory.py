@@ -30,7 +30,7 @@ from rlhf_jax.engine.slots import generate_in_slots
 from rlhf_jax.engine.state import create_state
 from rlhf_jax.engine.step import train_step
 from rlhf_jax.models.decoder import Remat, forward, prefill
-from rlhf_jax.models.lora import LoRAConfig
+from rlhf_jax.models.lora import LoRAConfig, split, trains
 from rlhf_jax.models.narrow import Narrow
 from rlhf_jax.models.opt import SIZES
 from rlhf_jax.models.params import abstract_params
@@ -53,11 +53,10 @@ def array(layout: Layout, shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any
 
 def train_program(model: ModelMemory, rows: Rows, remat: Remat, num_parts: int) -> Any:
     """The memory of a train step on log-probabilities, as XLA sees it."""
-    cfg, layout, optimizer = (
-        model.cfg,
-        model.compute,
-        make_optimizer(OptimizerConfig(1e-5), model.specs, 100),
-    )
+    assert model.lora is not None
+    cfg, layout, lora = model.cfg, model.compute, model.lora
+    moving, still = split(model.specs, trains(model.specs, lora))
+    optimizer = make_optimizer(OptimizerConfig(1e-5), moving, 100)
 
     def loss(params: Any, batch: Any) -> Any:
         hidden = forward(params, batch.tokens_BT, cfg, layout, remat=remat)
@@ -74,10 +73,13 @@ def train_program(model: ModelMemory, rows: Rows, remat: Remat, num_parts: int) 
         array(layout, (rows.rows, rows.length)), counts, counts,
         array(layout, (rows.rows,), jnp.float32),
     )  # fmt: skip
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    key = jax.ShapeDtypeStruct((), key.dtype, sharding=layout.sharding())
     with jax.set_mesh(model.store.mesh):
-        params = abstract_params(model.specs, model.store, model.dtype)
+        params, frozen = (abstract_params(s, model.store, model.dtype) for s in (moving, still))
         state = jax.eval_shape(lambda params: create_state(params, optimizer), params)
-        program = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
+        inputs = state, batch, frozen, key if lora.drops else None
+        program = jax.jit(step, donate_argnums=0).lower(*inputs).compile()
     return program.memory_analysis()
 
 
@@ -168,6 +170,19 @@ def test_a_train_step_on_a_gpu(h200: Any, remat: Remat, num_parts: int) -> None:
     assert found.argument_size_in_bytes + found.temp_size_in_bytes == pytest.approx(
         predicted, rel=GPU
     )
+
+
+@pytest.mark.parametrize("remat", ["full", "dots", "none"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_adapters_train_on_a_gpu(h200: Any, remat: Remat, dropout: float) -> None:
+    lora = LoRAConfig(dim=16, only=True, dropout=dropout)
+    model = replace(trained(h200, REAL, BFLOAT16, fused=True), lora=lora)
+    rows = Rows(16, 512, 511)
+    found = train_program(model, rows, remat, 1)
+    state = model.weights() + model.masters() + model.moments()
+    predicted = state + model.training(rows, remat, 1)
+    both = found.argument_size_in_bytes + found.temp_size_in_bytes
+    assert predicted == pytest.approx(both, rel=GPU)
 
 
 def test_generation_on_a_gpu(h200: Any) -> None:
@@ -313,3 +328,27 @@ def test_adapters_leave_matrices_out_of_the_state() -> None:
     assert model.weights() == model.plain_weights() + 2 * adapters
     assert model.copied() == 0
     assert np.isclose(model.plain_weights(), 2 * MODEL.num_params(), rtol=0.05)
+
+
+def test_dropout_keeps_the_inputs_of_adapters_and_what_passed() -> None:
+    """A byte a number of all inputs (D, H, D and F = 4 D), and those of the projections that no
+    norm has written (H and F).
+    """
+    plain = replace(trained(mesh_of("1x1"), fused=True), lora=LoRAConfig(dim=4, only=True))
+    drops = replace(plain, lora=LoRAConfig(dim=4, only=True, dropout=0.1))
+    rows, tokens = Rows(B, T, T - 1), B * T * MODEL.width
+    more = {r: drops.kept(rows, r) - plain.kept(rows, r) for r in ("full", "dots", "none")}
+    assert more == {"full": 0, "dots": 0, "none": (7 + 5 * 4) * tokens}
+    half = LoRAConfig(dim=4, only=True, dropout=0.1, modules=("layers.1.fc2",))
+    one = replace(plain, lora=half).kept(rows, "none") - plain.kept(rows, "none")
+    assert one == 4 * (1 + 4) * tokens // MODEL.num_layers
+
+
+def test_a_vocabulary_that_does_not_train_has_no_gradient() -> None:
+    rows = Rows(B, T, T - 1)
+    alone, beside = (
+        replace(trained(mesh_of("1x1")), lora=LoRAConfig(dim=4, only=only))
+        for only in (True, False)
+    )
+    table = 4 * MODEL.padded_vocab * MODEL.embed_width
+    assert beside.head_backward(rows, "full") - alone.head_backward(rows, "full") == table

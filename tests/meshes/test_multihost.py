@@ -4,10 +4,13 @@ import os
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from meshes import multihost
+from meshes.layout import parse_mesh
 from meshes.multihost import from_first_process
 
 PROGRAM = """
@@ -32,8 +35,8 @@ except ValueError as error:
 """
 
 
-def run_two(*args: str) -> list[tuple[int, str]]:
-    """Exit code and last line of each process."""
+def started(program: str, *args: str) -> list[subprocess.Popen[str]]:
+    """Two processes of one job."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -42,15 +45,20 @@ def run_two(*args: str) -> list[tuple[int, str]]:
         "JAX_NUM_PROCESSES": "2",
         "JAX_PLATFORMS": "cpu",
     }
-    processes = [
+    return [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, *args],
+            [sys.executable, "-c", program, *args],
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, **job, "JAX_PROCESS_ID": str(index)},
         )
         for index in range(2)
     ]
+
+
+def run_two(*args: str) -> list[tuple[int, str]]:
+    """Exit code and last line of each process."""
+    processes = started(PROGRAM, *args)
     outputs = [process.communicate(timeout=300)[0] for process in processes]
     lines = [
         [line for line in text.splitlines() if line.startswith(("[[", "told"))] for text in outputs
@@ -64,6 +72,37 @@ def test_what_the_first_process_makes_is_on_both() -> None:
 
 def test_an_error_of_the_first_process_ends_both() -> None:
     assert run_two("fail") == [(0, "told: this is wrong"), (1, "")]
+
+
+def test_a_mesh_that_leaves_a_process_out_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = [SimpleNamespace(process_index=number // 4) for number in range(8)]
+    monkeypatch.setattr(multihost.jax, "devices", lambda: devices)
+    monkeypatch.setattr(multihost.jax, "process_count", lambda: 2)
+    multihost.check_processes_share(parse_mesh("5x1"))
+    said = r"--mesh=4x1 asks for 4 of the 8 devices of 2 processes, and 1 .*: use --mesh=8x1"
+    with pytest.raises(ValueError, match=said):
+        multihost.check_processes_share(parse_mesh("4x1"))
+
+
+def test_a_process_that_fails_alone_does_not_wait_for_the_others() -> None:
+    """JAX would have it wait five minutes: the other one is stopped, as in a collective."""
+    program = (
+        "import os, signal, jax\n"
+        "from meshes import multihost\n"
+        "multihost.FAREWELL = 1.0\n"
+        "multihost.start_processes()\n"
+        "if jax.process_index() == 0:\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "with multihost.ending_alone():\n"
+        "    raise ValueError('only here')\n"
+    )
+    first, second = started(program)
+    try:
+        assert second.wait(timeout=60) == 1
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.communicate()
 
 
 def test_one_process_makes_it_itself() -> None:

@@ -175,6 +175,22 @@ def test_a_mesh_that_is_offered_fits() -> None:
     assert plan_stage(cfg, "sft", MODELS, Place(parse_mesh(mesh))).peak <= limit
 
 
+@pytest.mark.parametrize(("mesh", "size", "slots"), [("4x1", 1, None), ("2x2x1", 2, 24)])
+def test_a_mesh_that_is_offered_fits_what_decoding_was_asked_for(
+    mesh: str, size: int, slots: int | None
+) -> None:
+    """Its tensor parallelism, and its slots, which all parts of a batch share."""
+    ppo = PPOConfig(batch_size=64, rollout_slots=slots)
+    cfg, limit = TrainConfig(inference_tp_size=size, ppo=ppo), 4 * GIB
+    with pytest.raises(ValueError, match="ppo needs") as error:
+        check_memory(cfg, "ppo", MODELS, Place(parse_mesh(mesh), size), limit)
+    offered = re.findall(r"--mesh=(\S+)", str(error.value))
+    assert bool(offered) == (slots is None)
+    for larger in offered:
+        there = Place(parse_mesh(larger), size)
+        check_memory(fit_slots(cfg, MODELS, there, limit), "ppo", MODELS, there, limit)
+
+
 def test_the_mildest_change_is_offered_first() -> None:
     """A batch that only has to be cut up: nothing else is given up."""
     cfg = TrainConfig(sft=SFTConfig(batch_size=512, remat="dots"))

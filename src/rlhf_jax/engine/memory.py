@@ -250,7 +250,25 @@ class ModelMemory:
             kept += wide["F"] + (0 if self.cfg.pre_norm else wide["D"])
         if remat == "none":
             kept += 2 * wide["D"] + self.scores(rows, self.compute) + self.gathered_layer()
+            kept += self.dropped(rows)
         return kept
+
+    def dropped(self, rows: Rows) -> int:
+        """What the adapters of a layer keep where they drop out: of each its input, and a byte a
+        number that says what passed. Those of `qkv_ED` and `up_FD` stand in place of what a norm
+        wrote, which the frozen matrix beside them does not need.
+        """
+        if self.lora is None or not self.lora.drops:
+            return 0
+        wide = self.widths(rows, self.compute)
+        mlp = wide["F"] // (2 if self.cfg.activation == "silu_gated" else 1)
+        inputs = {"out_ED": wide["H"], "down_FD": mlp}
+        total = 0
+        for path, _ in adapters_in(self.specs):
+            name = path.rpartition(".")[2]
+            size = inputs.get(name, wide["D"])
+            total += size // self.itemsize + (0 if name in ("qkv_ED", "up_FD") else size)
+        return total // self.cfg.num_layers
 
     def softmax_sums(self, rows: Rows) -> int:
         """What fused attention notes of each query's softmax: float32."""
@@ -269,6 +287,8 @@ class ModelMemory:
         """The layer once more, and gradients of its widest arrays."""
         wide = self.widths(rows, self.compute)
         again = wide["E"] + wide["H"] + wide["F"] + 3 * wide["D"]
+        if self.lora is not None and self.lora.dim:  # adapters' products, before they are added
+            again += wide["E"] + wide["F"] + self.dropped(rows)
         return again + wide["F"] + 2 * wide["D"] + 2 * self.scores(rows, self.compute)
 
     def widths(self, rows: Rows, layout: Layout) -> dict[str, int]:
@@ -309,14 +329,18 @@ class ModelMemory:
 
     def head_backward(self, rows: Rows, remat: Remat) -> int:
         """Logits of a chunk, their gradient, the float32 gradient of the unembedding (rounded too,
-        where it is whole before it is scattered), and the probabilities where they are kept.
+        where it is whole before it is scattered; none where adapters alone train), and the
+        probabilities where they are kept.
         """
         if self.scalar:
             return 0
         cfg, table = self.cfg, ("vocab", None)
-        gradient = local_bytes(self.compute, (cfg.padded_vocab, cfg.embed_width), table, FLOAT32)
+        gradient = 0
+        if self.lora is None or not (self.lora.dim and self.lora.only):
+            whole = local_bytes(self.compute, (cfg.padded_vocab, cfg.embed_width), table, FLOAT32)
+            gradient = whole + self.gathered_outer()
         kept = keeps_products(remat) * self.scored(rows) * self.columns * self.itemsize
-        return 2 * self.logits(rows) + gradient + kept + self.gathered_outer()
+        return 2 * self.logits(rows) + gradient + kept
 
     def logits(self, rows: Rows) -> int:
         return FLOAT32 * min(CHUNK, self.scored(rows)) * self.columns

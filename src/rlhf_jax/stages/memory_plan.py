@@ -289,11 +289,14 @@ def fitting_mesh(
     """The smallest mesh of more devices that fits the settings as they are."""
     fsdp = 2 * place.shape.fsdp
     while fsdp * place.shape.tensor * place.shape.replica <= MAX_DEVICES:
-        larger = replace(place, shape=replace(place.shape, fsdp=fsdp), inference_tp=None)
-        if rows_of_a_part(cfg, stage) % (larger.shape.replica * fsdp):
+        shape = replace(place.shape, fsdp=fsdp)
+        larger = replace(place, shape=shape, inference_tp=cfg.inference_tp_size)
+        if rows_of_a_part(cfg, stage) % (shape.replica * fsdp):
             return None
-        if plan_least(cfg, stage, models, larger).peak <= limit:
-            return f"--mesh={larger.shape}"
+        slots = (cfg.ppo.rollout_slots if stage == "ppo" else None) or 0
+        shares = memory_of(cfg, models.actor, larger, None).rollout.batch_size_divisor
+        if slots % shares == 0 and plan_least(cfg, stage, models, larger).peak <= limit:
+            return f"--mesh={shape}"
         fsdp *= 2
     return None
 

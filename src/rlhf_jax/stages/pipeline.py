@@ -29,7 +29,7 @@ from rlhf_jax.stages.inference_tp import choose_inference_tp
 from rlhf_jax.stages.memory_plan import Models, Place, Plan, check_memory, device_limit, models_of
 from rlhf_jax.stages.ppo import run_ppo
 from rlhf_jax.stages.reward import run_reward
-from rlhf_jax.stages.rollout_slots import fit_slots
+from rlhf_jax.stages.rollout_slots import common_limit, fit_slots
 from rlhf_jax.stages.run import Run, flatten, prepared_directory
 from rlhf_jax.stages.sft import run_sft
 from rlhf_jax.stages.summary import print_summary
@@ -105,7 +105,7 @@ def say_who_waits() -> None:
 
 def memory_plans(cfg: TrainConfig, place: Place, actor: Pretrained) -> dict[StageName, Plan]:
     """What each stage needs on a device; ValueError where one cannot fit."""
-    limit = device_limit()
+    limit = common_limit(device_limit())
     return {
         stage: check_memory(cfg, stage, models_of(cfg, stage, actor), place, limit)
         for stage in cfg.stages
