@@ -42,10 +42,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except Stopped as stopped:
         return leave(stopped)
+    except Exception as error:
+        if os.environ.get(TRACEBACK) == "1" or not out_of_memory(error):
+            raise
+        print(
+            "error: a device is out of memory: smaller batches, more gradient accumulation, "
+            f"remat=full or a larger --mesh; docs/troubleshooting.md#out-of-memory. JAX says: "
+            f"{str(error).splitlines()[0]}\n({TRACEBACK}=1 shows where it was raised)",
+            file=sys.stderr,
+        )
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether XLA could not allocate; its errors are of one type and differ in their text."""
+    text = str(error)
+    return type(error).__name__ == "JaxRuntimeError" and (
+        "RESOURCE_EXHAUSTED" in text or "Out of memory" in text
+    )
 
 
 def leave(stopped: Stopped) -> int:

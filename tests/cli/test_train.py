@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from jax.errors import JaxRuntimeError
 
 from rlhf_jax.cli import parse, to_yaml
 from rlhf_jax.cli.listing import flag_lines
@@ -72,6 +73,22 @@ def test_bugs_keep_their_traceback_and_interrupts_exit_130(pipeline) -> None:
         main([])
     pipeline(raising(KeyboardInterrupt()))
     assert main([]) == 130
+
+
+def test_out_of_memory_is_a_message(pipeline, capsys, monkeypatch) -> None:
+    for text in ("RESOURCE_EXHAUSTED: Out of memory", "INTERNAL: Out of memory allocating 9 bytes"):
+        pipeline(raising(JaxRuntimeError(f"{text}.\nmore")))
+        assert main([]) == 1
+        err = capsys.readouterr().err
+        assert err.startswith("error: a device is out of memory: smaller batches")
+        assert f"JAX says: {text}.\n(" in err
+    pipeline(raising(JaxRuntimeError("INTERNAL: another")))
+    with pytest.raises(JaxRuntimeError):
+        main([])
+    pipeline(raising(JaxRuntimeError("RESOURCE_EXHAUSTED")))
+    monkeypatch.setenv("RLHF_JAX_TRACEBACK", "1")
+    with pytest.raises(JaxRuntimeError):
+        main([])
 
 
 def test_help_shows_the_recipes_defaults_and_needs_no_device() -> None:

@@ -151,7 +151,7 @@ def test_a_run_is_no_model_and_says_what_is_inside(fails: Fails, model: Path) ->
 
 
 def test_a_resumed_run_names_the_settings_that_differ(fails: Fails, tmp_path) -> None:
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints" / "ppo" / "5").mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").write_text("seed: 1\nppo:\n  kl_coef: 0.2\nmesh: 4x2\n")
     message = fails("--resume")
     assert "--seed: 1 then, 1234 now" in message

@@ -23,7 +23,7 @@ from rlhf_jax.engine.ppo_step import (
     score_rollout,
 )
 from rlhf_jax.engine.row_passes import join_rows, row_scores
-from rlhf_jax.engine.state import create_state
+from rlhf_jax.engine.state import TrainState, create_state, kept_state, schedule_step
 from rlhf_jax.engine.step import gradients
 from rlhf_jax.models.decoder import Remat, forward
 from rlhf_jax.models.layers import logits_from_hidden
@@ -300,20 +300,29 @@ def test_what_a_mask_leaves_out_may_be_anything():
     assert same(actor, expected)
 
 
+def rate_put_back(new: TrainState, old: TrainState) -> TrainState:
+    """`new` with the place in the schedule that `old` has."""
+    parts = kept_state(old.opt_state, new.opt_state, jnp.bool_(False), jnp.bool_(True))
+    return replace(new, opt_state=parts)
+
+
 def test_a_policy_too_far_from_its_rollout_stops_both_for_the_rest_of_the_phase():
-    """Log-probabilities off by 1 are a KL estimate of 0.5 where 0.1 is allowed."""
+    """Log-probabilities off by 1 are a KL estimate of 0.5 where 0.1 is allowed. The learning rate
+    alone goes on.
+    """
     experience, _ = scored(SCORING)
     moved = replace(experience, logprobs_BR=experience.logprobs_BR - 1)
     old_actor, actor, old_critic, critic, stopped, metrics = updater()(moved)
     assert metrics["policy/approxkl_avg"] == pytest.approx(0.5, rel=1e-4)
     assert stopped
     assert metrics["val/stopped"] == 1
-    assert same(actor, old_actor)
-    assert same(critic, old_critic)
+    for new, old in ((actor, old_actor), (critic, old_critic)):
+        assert (schedule_step(old), schedule_step(new)) == (0, 1)
+        assert same(rate_put_back(new, old), old)
     assert (actor.step, actor.skipped) == (0, 0)
     old_actor, actor, _, _, stopped, _ = updater()(experience, stopped=True)
     assert stopped
-    assert same(actor, old_actor)
+    assert same(rate_put_back(actor, old_actor), old_actor)
 
 
 @functools.cache

@@ -250,6 +250,20 @@ def test_half_an_adapter_is_refused(placed):
         find_pretrained(str(directory))
 
 
+def test_an_adapter_for_a_base_with_fewer_layers_is_refused(placed):
+    """All that it has fits; what the other layers of this base should have is not there."""
+    directory = placed("opt_adapter", "opt")
+    file = directory / "adapter_model.safetensors"
+    kept = {
+        name: np.array(tensor.view())
+        for name, tensor in read_header(file).items()
+        if ".layers.1." not in name
+    }
+    write_file(file, {name: (a.dtype, a.shape) for name, a in kept.items()}, kept.items())
+    with pytest.raises(ValueError, match=r"missing: model.decoder.layers.1.\S*lora_A.weight"):
+        find_pretrained(str(directory))
+
+
 def test_an_embedding_that_peft_untied_is_refused(placed):
     """Its copy was trained, and the head is still the base's, unless the config says otherwise."""
     directory = placed("opt_adapter", "opt")

@@ -87,6 +87,13 @@ def test_a_file_that_is_none_is_named(tmp_path):
             read_header(file)
 
 
+def test_a_pointer_of_git_lfs_is_told(tmp_path):
+    file = tmp_path / "x.safetensors"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")
+    with pytest.raises(ValueError, match=r"x\.safetensors is a pointer of Git LFS"):
+        read_header(file)
+
+
 def test_shards_keep_order_and_stay_below_the_limit():
     sizes = {"a": 3, "b": 3, "c": 9, "d": 1}
     assert list(split_shards(sizes, 6)) == [["a", "b"], ["c"], ["d"]]

@@ -153,7 +153,8 @@ def test_settings_that_do_nothing_or_harm_are_refused(changes: Any, message: str
 def updated(target_kl: float | None) -> tuple[int, float]:
     """Steps that the actor took, and `val/stopped`, where the log-probabilities are off by 1."""
     driver = Driver(OPT)
-    optimizers = (optax.sgd(1.0), optax.sgd(1.0))
+    rate = optax.constant_schedule(1.0)  # a run logs how far it is
+    optimizers = (optax.sgd(rate), optax.sgd(rate))
     cast = Cast(driver.place, driver.place, None, optimizers, ({}, {}))
     plan = RewardPlan((), None, False, find_pretrained("quickstart"))
     cfg = PPOConfig(target_kl=target_kl, temperature=SCORING.temperature, remat="none")
@@ -190,13 +191,14 @@ def test_each_setting_of_the_update_is_read_from_its_own_field(monkeypatch) -> N
 
     monkeypatch.setattr("rlhf_jax.stages.ppo.ppo_update", record)
     place: Any = None
-    cast = Cast(place, place, None, (optax.sgd(1.0), optax.sgd(1.0)), ({}, {}))
+    optimizer = optax.sgd(optax.constant_schedule(1.0))
+    cast = Cast(place, place, None, (optimizer, optimizer), ({}, {}))
     changes: dict[str, Any] = {
         "temperature": 0.9, "clip_range": 0.11, "value_clip_range": 0.12, "value_coef": 0.13,
         "entropy_coef": 0.14, "target_kl": 0.15, "ptx_coef": 0.16, "remat": "dots",
     }  # fmt: skip
     cfg = PPOConfig(**changes, gradient_accumulation_steps=2, ptx_path="text")
     plan = RewardPlan((), None, False, find_pretrained("quickstart"))
-    state: Any = namedtuple("State", "step")(jnp.int32(0))
+    state: Any = namedtuple("State", "opt_state")(optimizer.init(jnp.zeros(())))
     Programs.create(cfg, cast, plan).update(state, state)
     assert seen == [UpdateSettings(**changes, num_parts=2)]

@@ -135,7 +135,7 @@ def narrow(prompts: Any, completions: Any, completion_ids: Any, answer: Any) -> 
     ("function", "columns", "message"),
     [
         (judge_with_answer, ["question"], "m:f needs answer, which .* further columns: question"),
-        (judge_with_answer, [], "needs answer, .* further columns: none"),
+        (judge_with_answer, [], "needs answer, .* further columns: none. .*copy it to a column of"),
         (narrow, ["answer", "id"], "m:f does not take id: .*end its parameters in"),
         (narrow, ["answer", "prompts"], "the data set has columns prompts, which reward"),
     ],

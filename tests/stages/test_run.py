@@ -12,9 +12,15 @@ import yaml
 
 from meshes.layout import parse_mesh
 from rlhf_jax.cli import to_yaml
-from rlhf_jax.stages.config import TrainConfig
+from rlhf_jax.stages.config import STAGES, TrainConfig
 from rlhf_jax.stages.ppo_config import PPOConfig
-from rlhf_jax.stages.run import Run, check_same_settings, flatten, prepared_directory
+from rlhf_jax.stages.run import (
+    Run,
+    begun_stages,
+    check_same_settings,
+    flatten,
+    prepared_directory,
+)
 
 
 @pytest.fixture
@@ -86,14 +92,14 @@ def test_overwriting_never_deletes_what_the_run_reads(tmp_path: Path) -> None:
 def test_settings_that_only_say_where_and_how_may_change_on_a_resume(tmp_path: Path) -> None:
     cfg = TrainConfig(mesh="4x2")
     moved = replace(cfg, mesh="1x2", output_dir="x", resume=True, save_interval=3, step=(3,))
-    check_same_settings(moved, saved(cfg))
+    check_same_settings(moved, saved(cfg), STAGES.values())
 
 
 def test_every_setting_that_changes_what_is_computed_is_named() -> None:
     cfg = TrainConfig(ppo=PPOConfig(actor_learning_rate=1e-6))
     changed = replace(cfg, dtype="float32", ppo=replace(cfg.ppo, target_kl=0.5, top_k=5))
     with pytest.raises(ValueError, match="started with other settings") as error:
-        check_same_settings(changed, saved(cfg))
+        check_same_settings(changed, saved(cfg), STAGES.values())
     lines = [line.strip() for line in str(error.value).splitlines()]
     assert lines[1:4] == [
         "--dtype: bfloat16 then, float32 now",
@@ -101,6 +107,21 @@ def test_every_setting_that_changes_what_is_computed_is_named() -> None:
         "--ppo.target-kl: None then, 0.5 now",
     ]
     assert len(lines) == 5
+    assert lines[4].startswith("use the same ones (--resume --config=runs/quickstart/config.yaml)")
+
+
+def test_settings_of_a_stage_that_has_not_begun_may_change(tmp_path: Path) -> None:
+    """Step 1 is done and step 2 has a checkpoint; of step 3 there is none that is whole."""
+    (tmp_path / "summary.json").write_text('{"sft": {}}')
+    (tmp_path / "checkpoints" / "reward" / "10").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "ppo" / "10.orbax-checkpoint-tmp").mkdir(parents=True)
+    begun = begun_stages(tmp_path)
+    assert begun == {"sft", "reward"}
+    cfg = TrainConfig()
+    check_same_settings(replace(cfg, ppo=replace(cfg.ppo, kl_coef=0.2)), saved(cfg), begun)
+    changed = replace(cfg, reward=replace(cfg.reward, max_steps=7))
+    with pytest.raises(ValueError, match="--reward.max-steps: None then, 7 now"):
+        check_same_settings(changed, saved(cfg), begun)
 
 
 def test_flattened_names_are_the_flags() -> None:

@@ -52,3 +52,8 @@ def test_a_run_with_dpo_says_what_it_changed(
     assert "after DPO, a Hugging Face directory" in out
     assert f"{tmp_path}/dpo_adapter/ adapters alone, a PEFT directory" in out
     assert "python -m rlhf_jax.chat" in out
+    assert "metrics.jsonl" in out
+    assert "samples/" not in out
+    (tmp_path / "samples").mkdir()
+    print_summary(tmp_path, 1.0)
+    assert f"{tmp_path}/samples/" in "".join(capsys.readouterr().out.split())

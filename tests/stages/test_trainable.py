@@ -16,7 +16,8 @@ from rlhf_jax.engine.optimizer import OptimizerConfig
 from rlhf_jax.engine.state import create_state
 from rlhf_jax.hf.config_io import load_config
 from rlhf_jax.hf.peft import open_adapter
-from rlhf_jax.hf.pretrained import Pretrained, find_pretrained
+from rlhf_jax.hf.pretrained import Pretrained, find_adapted, find_pretrained
+from rlhf_jax.hf.tokenizer import load_tokenizer, turn_format_of, with_turn_format
 from rlhf_jax.models.adapted import is_adapted, without_adapters
 from rlhf_jax.models.lora import LoRAConfig, adapters_in, trains
 from rlhf_jax.models.params import is_spec, store_layout
@@ -176,6 +177,27 @@ def test_a_checkpoint_holds_what_trains_and_is_read_back(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, found, state)
     # fc2, and the fused projection; two layers, two factors; moments have as many.
     assert len(jax.tree.leaves(found.params)) == 8
+
+
+def test_an_adapter_has_a_tokenizer_that_says_how_it_was_asked(tmp_path, monkeypatch):
+    """The base was asked otherwise, or not at all."""
+    monkeypatch.setattr(
+        "rlhf_jax.hf.pretrained.load_tokenizer",
+        lambda directory, cfg: load_tokenizer(directory),
+    )
+    monkeypatch.setattr("rlhf_jax.hf.pretrained.find_pretrained", lambda name, **_: opt())
+    run, asked = run_in(tmp_path / "run"), with_turn_format(byte_tokenizer(), "Q: {}\nA:")
+    base = replace(opt(), tokenizer=asked)
+    first = load(base, ONLY)
+    with jax.set_mesh(run.mesh):
+        export_adapter(run, "sft", base, ONLY, first.trained, fresh=True)
+    directory = tmp_path / "run" / "sft_adapter"
+    again = find_adapted("mine", open_adapter(directory), scalar=False)
+    assert turn_format_of(again.tokenizer) == "Q: {}\nA:"
+    assert again.directory == GOLDENS / "opt"
+    (directory / "tokenizer.json").unlink()
+    again = find_adapted("mine", open_adapter(directory), scalar=False)
+    assert turn_format_of(again.tokenizer) is None
 
 
 def test_another_adapter_than_asked_for_is_merged_and_said(tmp_path, capsys):

@@ -39,7 +39,7 @@ class Compare(Common):
     """A run's directory (its actor/, else its dpo/ or sft/), a Hugging Face directory or a Hub
     name."""
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """The same: the one that is meant to be better."""
+    """The model that is meant to be better, named as BASELINE is."""
     prompts: str | None = None
     """A text file with a prompt a line, or rows with a column prompt (a file, a folder or a Hub
     id); by default six built-in questions."""

@@ -138,6 +138,7 @@ def check_fits(adapter: Adapter, cfg: ModelConfig, base: str) -> None:
     """ValueError where an adapter has tensors that its base model has no place for, naming both."""
     expected: dict[str, tuple[int, ...]] = dict(module_shapes(cfg, adapter))
     missing = [name for name in expected if name not in adapter.tensors]
+    missing += [f"{m}.lora_A.weight" for m in targeted(adapter, cfg) if not adapter.rank(m)]
     specs = scalar_specs(cfg)
     prefix = find_family(cfg.family).body_prefixes[0]
     expected |= all_shapes(plan_leaves(specs, cfg, prefix))
@@ -159,6 +160,18 @@ def check_fits(adapter: Adapter, cfg: ModelConfig, base: str) -> None:
             f"the adapter {adapter.directory} does not fit its base model {base}\n  "
             + "\n  ".join(lines)
         )
+
+
+def targeted(adapter: Adapter, cfg: ModelConfig) -> list[str]:
+    """The modules of the base that an adapter's config says have factors, by PEFT's rule for a list
+    of names; none where it is a pattern, or leaves some out.
+    """
+    names = adapter.config.get("target_modules")
+    partial = ("layers_to_transform", "layers_pattern", "exclude_modules")
+    if not isinstance(names, list) or any(adapter.config.get(key) for key in partial):
+        return []
+    modules = [module for _, pieces in linear_leaves(cfg) for module in pieces]
+    return [m for m in modules if any(m == n or m.endswith(f".{n}") for n in names)]
 
 
 def module_shapes(cfg: ModelConfig, adapter: Adapter) -> Iterator[tuple[str, tuple[int, ...]]]:

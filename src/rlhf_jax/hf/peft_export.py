@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_jax.hf.config_io import write_json
 from rlhf_jax.hf.export import DtypeName, host_tensors, narrow, staged, to_host
@@ -44,6 +45,7 @@ def save_adapter(
     *,
     scalar: bool = False,
     carried: Mapping[str, StoredTensor] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
     """What was trained (a tree with None for the rest) as an adapter of the model `base`.
 
@@ -68,6 +70,8 @@ def save_adapter(
             entries = {names[name]: (kind, shape) for name, shape in shapes.items()}
             write_file(stage / WEIGHTS_FILE, entries, tensors)
             write_json(stage / CONFIG_FILE, config)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(str(stage))
 
 
 def trained_groups(

@@ -43,8 +43,8 @@ class Pretrained:
     """What a name stands for; weights are read by `params` and `scalar_model`, onto a mesh.
 
     `directory` is None for the built-in model, which is born from random numbers. Of an adapter
-    everything but `name` and `adapter` is its base model's; with `merged=False` its factors are
-    read beside their weights, otherwise added to them.
+    everything but `name`, `adapter` and a tokenizer of its own is its base model's; with
+    `merged=False` its factors are read beside their weights, otherwise added to them.
     """
 
     name: str
@@ -164,4 +164,9 @@ def find_adapted(name: str, adapter: Adapter, *, scalar: bool) -> Pretrained:
         kind = "an adapter itself" if base.adapter else "not a checkpoint"
         raise ValueError(f"{name} is an adapter for {adapter.base}, which is {kind}")
     check_fits(adapter, base.cfg, adapter.base)
-    return replace(base, name=name, adapter=adapter)
+    base = replace(base, name=name, adapter=adapter)
+    if not (adapter.directory / "tokenizer.json").is_file():
+        return base
+    tokenizer = load_tokenizer(adapter.directory, base.cfg)
+    cfg = replace(base.cfg, eos_token_id=stop_ids(base.cfg, tokenizer))
+    return replace(base, cfg=cfg, tokenizer=tokenizer)

@@ -36,7 +36,10 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of a file; ValueError where the file is damaged, with file and tensor."""
     size = file.stat().st_size
     with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
+        start = stream.read(8)
+        if start == b"version ":
+            raise ValueError(f"{file} is a pointer of Git LFS, not the weights: run git lfs pull")
+        length = int.from_bytes(start, "little")
         if size < 8 or length > min(size - 8, MAX_HEADER):
             raise ValueError(f"{file} is not a safetensors file, or its header is cut off")
         header = parse_header(stream.read(length), file)

@@ -170,7 +170,9 @@ def check_columns(functions: Sequence[RewardFunction], columns: Sequence[str]) -
         if missing:
             raise ValueError(
                 f"--ppo.reward-fn={reward.source} needs {', '.join(missing)}, which the prompts' "
-                f"data set does not have; its further columns: {', '.join(columns) or 'none'}"
+                f"data set does not have; its further columns: {', '.join(columns) or 'none'}. "
+                "What is read as prompt or answer (chosen, completion, messages …) is not passed "
+                "on: copy it to a column of another name"
             )
 
 

@@ -5,7 +5,7 @@ import math
 import shutil
 import signal
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from rlhf_jax.runtime.report.page import State
 from rlhf_jax.runtime.report.settings import Baseline
 from rlhf_jax.runtime.signals import Stopped, StopSignals
 from rlhf_jax.runtime.trackers import RunInfo, open_trackers
-from rlhf_jax.stages.config import StageName, TrainConfig
+from rlhf_jax.stages.config import STAGES, StageName, TrainConfig
 
 CONFIG_FILE, SUMMARY_FILE, METRICS_FILE = "config.yaml", "summary.json", "metrics.jsonl"
 FREE_ON_RESUME = {
@@ -37,7 +37,8 @@ FREE_ON_RESUME = {
     "log_interval", "eval_interval", "eval_batches", "save_interval", "save_total_limit",
     "report_to", "project", "run_name", "tensorboard_path",
 }  # fmt: skip
-"""Fields that a resumed run may change: where and how it runs, not what it computes."""
+"""Fields that a resumed run may change: where and how it runs, not what it computes. So may it
+those of stages that have not begun."""
 
 
 class Run:
@@ -215,7 +216,8 @@ def check_directory(cfg: TrainConfig, directory: Path) -> None:
     if cfg.resume:
         if not holds_run:
             raise ValueError(f"--resume: {directory} holds no run (no {CONFIG_FILE})")
-        check_same_settings(cfg, yaml.safe_load(config_file.read_text(encoding="utf-8")))
+        saved = yaml.safe_load(config_file.read_text(encoding="utf-8"))
+        check_same_settings(cfg, saved, begun_stages(directory))
     elif directory.exists() and any(path.name != LOCK_FILE for path in directory.iterdir()):
         if not (cfg.overwrite_output_dir and holds_run):
             what = "another run" if holds_run else "files of something else"
@@ -257,11 +259,28 @@ def startable(config_yaml: str) -> str:
     return yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
 
 
-def check_same_settings(cfg: TrainConfig, saved: Mapping[str, Any]) -> None:
-    """ValueError that lists every setting in which a resumed run differs from its config.yaml."""
+def begun_stages(directory: Path) -> set[StageName]:
+    """The stages of a run that have a checkpoint or are done; any other starts from nothing."""
+    done = read_summary(directory)
+    return {
+        stage
+        for stage in STAGES.values()
+        if stage in done
+        or any(path.name.isdigit() for path in (directory / "checkpoints" / stage).glob("*"))
+    }
+
+
+def check_same_settings(
+    cfg: TrainConfig, saved: Mapping[str, Any], begun: Collection[StageName]
+) -> None:
+    """ValueError that lists every setting in which a resumed run differs from its config.yaml.
+
+    Those of a stage that has not begun may change.
+    """
     now = flatten(cfg)
     before = flatten_mapping(saved)
-    names = [name for name in now if name.split(".")[0] not in FREE_ON_RESUME]
+    free = FREE_ON_RESUME | (set(STAGES.values()) - set(begun))
+    names = [name for name in now if name.split(".")[0] not in free]
     differing = [
         f"--{name.replace('_', '-')}: {before[name]} then, {now[name]} now"
         for name in names
@@ -271,7 +290,8 @@ def check_same_settings(cfg: TrainConfig, saved: Mapping[str, Any]) -> None:
         raise ValueError(
             f"--resume: {cfg.output_dir} was started with other settings:\n  "
             + "\n  ".join(differing)
-            + "\nuse the same ones, or a new --output-dir"
+            + f"\nuse the same ones (--resume --config={Path(cfg.output_dir) / CONFIG_FILE}), or a "
+            "new --output-dir"
         )
 
 

@@ -49,7 +49,8 @@ def print_summary(directory: Path, seconds: float) -> None:
     for adapter in sorted(directory.glob("*_adapter")):
         say(f"  {adapter}/  adapters alone, a PEFT directory")
     say(f"  {directory / 'report.html'}  open it in a browser")
-    say(f"  {directory / 'metrics.jsonl'}, {directory / 'samples'}/, {directory / 'config.yaml'}")
+    samples = f"{directory / 'samples'}/, " if (directory / "samples").is_dir() else ""
+    say(f"  {directory / 'metrics.jsonl'}, {samples}{directory / 'config.yaml'}")
     if any((directory / name).exists() for name in ("actor", "dpo", "sft")):
         runner = "uv run " if "UV_RUN_RECURSION_DEPTH" in os.environ else ""
         say(f"try it: {runner}python -m rlhf_jax.chat {directory}")

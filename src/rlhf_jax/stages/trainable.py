@@ -191,6 +191,7 @@ def export_adapter(
         str(local.absolute()) if local.exists() else origin,
         scalar=scalar,
         carried={} if earlier is None else earlier.whole,
+        tokenizer=base.tokenizer,
     )
 
 
