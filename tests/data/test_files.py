@@ -40,6 +40,7 @@ def test_a_name_is_no_pattern(tmp_path: Path, name: str) -> None:
     "names",
     [
         ["train-00000-of-00002.jsonl"],
+        ["train-00001-of-00002.jsonl"],
         ["train-00000-of-00003.jsonl", "train-00002-of-00003.jsonl"],
         ["train-00000-of-00001.jsonl", "train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl"],
     ],
@@ -49,8 +50,15 @@ def test_shards_that_are_missing_or_of_two_sets_are_an_error(
 ) -> None:
     for name in names:
         write(tmp_path / name, {"text": name})
-    with pytest.raises(ValueError, match="not all shards of one data set, each once: train-00000"):
+    with pytest.raises(ValueError, match="not all shards of one data set, each once: train-0000"):
         loaded(tmp_path)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_shards_are_counted_from_zero_or_one(tmp_path: Path, first: int) -> None:
+    for n in (0, 1):
+        write(tmp_path / f"train-{first + n:05d}-of-00002.jsonl", {"text": str(n)})
+    assert loaded(tmp_path).records == [Record("", "0"), Record("", "1")]
 
 
 def test_a_margin_counts_though_the_first_row_has_none(tmp_path: Path) -> None:

@@ -275,7 +275,15 @@ def test_an_embedding_that_peft_untied_is_refused(placed):
         find_pretrained(str(directory))
     config = directory / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"ensure_weight_tying": True}))
-    assert find_pretrained(str(directory)).adapter is not None
+    found = find_pretrained(str(directory))
+    assert found.adapter is not None
+    save_adapter(
+        directory.parent / "again", {}, found.cfg, "float32", QUERY_AND_VALUE, str(base),
+        carried=found.adapter.whole,
+    )  # fmt: skip
+    again = open_adapter(directory.parent / "again")
+    for tied in (name, "lm_head.weight"):
+        np.testing.assert_array_equal(again.whole[tied].view(), table + 1)
 
 
 def rewrite(directory: Path, change: Any, extra: dict[str, np.ndarray] | None = None) -> None:

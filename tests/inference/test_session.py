@@ -48,7 +48,7 @@ def test_greedy_tokens_are_the_likeliest_and_have_the_log_probability_of_the_log
         np.testing.assert_allclose(answer.logprobs, logprobs, **tolerance(np.float32))
 
 
-@pytest.mark.parametrize("told", [int, lambda token: [token]])
+@pytest.mark.parametrize("told", [int, np.int64, lambda token: [token]])
 def test_tokens_end_with_the_stop_token_and_text_leaves_it_out(llama, greedy, told) -> None:
     stop = greedy[0].tokens[3]
     want = greedy[0].tokens[: greedy[0].tokens.index(stop) + 1]

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_jax.data.batches import collate_prompts
 from rlhf_jax.data.byte_tokenizer import EOS_ID, byte_tokenizer
-from rlhf_jax.data.encoder import Encoder
+from rlhf_jax.data.encoder import Encoder, text_behind
 from rlhf_jax.data.records import Dialogue, Example, Message, Record
 from rlhf_jax.data.render import Renderer
 from rlhf_jax.data.tokenize import PromptRow, tokenize_pairs, tokenize_prompts, tokenize_sft
@@ -241,3 +241,20 @@ def test_an_answer_is_what_step_2_read(example: Example, actor: PreTrainedTokeni
     assert seen == [pair.chosen.tolist()]
     dialogue = [{"role": "assistant", "content": "Because."}]
     assert told["completions"] == [" Because." if example is TEXT else dialogue]
+
+
+SPACED = """{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else
+%} {{ m.content }}{% endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize("make", [byte_tokenizer, marked_tokenizer])
+def test_a_space_that_a_template_writes_is_no_part_of_an_answer(make: Any) -> None:
+    """As Llama 2's does, which has a space in front of what the assistant says."""
+    actor = make()
+    actor.chat_template = SPACED
+    (mine,), _ = tokenize_sft([DIALOGUE], actor, max_length=99, overlong="drop")
+    (prompt,), _ = tokenize_prompts([DIALOGUE], actor, max_length=99, overlong="drop")
+    answer = mine.tokens[mine.prompt_length :].tolist()
+    text = text_behind(prompt.tokens.tolist(), answer[:-1], actor)
+    assert text == " Because."
+    assert prompt.said(text) == Message("assistant", "Because.")

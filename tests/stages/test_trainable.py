@@ -200,6 +200,22 @@ def test_an_adapter_has_a_tokenizer_that_says_how_it_was_asked(tmp_path, monkeyp
     assert turn_format_of(again.tokenizer) is None
 
 
+def test_an_adapter_s_tokenizer_that_does_not_fit_its_base_is_told(tmp_path, monkeypatch, caplog):
+    """It has more tokens than the base has rows, as where a pad token was added to it."""
+    monkeypatch.setattr("rlhf_jax.hf.pretrained.load_tokenizer", load_tokenizer)
+    monkeypatch.setattr("rlhf_jax.hf.pretrained.find_pretrained", lambda name, **_: opt())
+    run, base = run_in(tmp_path / "run"), opt()
+    with jax.set_mesh(run.mesh):
+        export_adapter(run, "sft", base, ONLY, load(base, ONLY).trained, fresh=True)
+    adapter = open_adapter(tmp_path / "run" / "sft_adapter")
+    assert len(base.tokenizer) > base.cfg.vocab_size
+    found = find_adapted("mine", adapter, scalar=False)
+    assert found.adapter == adapter
+    assert found.cfg == opt().cfg
+    assert "mine: the tokenizer of" in caplog.text
+    assert "embedding rows" in caplog.text
+
+
 def test_another_adapter_than_asked_for_is_merged_and_said(tmp_path, capsys):
     run, base = run_in(tmp_path / "run"), opt()
     first = load(base, ONLY)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from rlhf_jax.data.fields import UnusableRowError
-from rlhf_jax.data.records import Conversation, Dialogue, Example, Record
+from rlhf_jax.data.records import Conversation, Dialogue, Example, Message, Record
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -15,9 +15,6 @@ type ChatFormat = Literal["template", "human_assistant"]
 HUMAN = "\n\nHuman:"
 ASSISTANT = "\n\nAssistant:"
 """What begins a question and an answer in Anthropic's transcripts."""
-
-TRANSCRIPT_GAP = " "
-"""What stands in a transcript between a mark and what is said."""
 
 _MARKS = {"user": HUMAN, "assistant": ASSISTANT}
 
@@ -53,6 +50,15 @@ class Renderer:
             source=example.source,
             templated=templated,
         )
+
+    def gap(self) -> str:
+        """The white space that is written between a prompt and what the assistant says."""
+        said = Dialogue((Message("user", "a"),), (Message("assistant", "a"),))
+        try:
+            text = self.record(said, ("chosen",)).chosen or ""
+        except (UnusableRowError, ValueError):  # the template has no place for so little
+            return ""
+        return text[: len(text) - len(text.lstrip())]
 
     def _by_template(self, messages: Conversation, *, asks: bool) -> str:
         import jinja2
@@ -92,7 +98,7 @@ def _transcript(messages: Conversation, *, asks: bool) -> str:
         if role in ("system", "developer") and not any(mark in written for mark in _MARKS.values()):
             written.append(content)
         elif role in _MARKS:
-            written += [_MARKS[role], TRANSCRIPT_GAP, content]
+            written += [_MARKS[role], " ", content]
         else:
             raise UnusableRowError(f"a transcript has no turn of {role}")
     return "".join([*written, ASSISTANT] if asks else written)

@@ -162,7 +162,8 @@ def _shard_tables(files: Sequence[Path]) -> list[Table]:
     """The tables of a split; ValueError where not each of its shards is there once."""
     shards = [shard for file in files if (shard := _SHARD.search(file.name))]
     numbers = sorted((int(shard[1]), int(shard[2])) for shard in shards)
-    if numbers != [(n, len(shards)) for n in range(len(shards))]:
+    count, first = len(shards), int(bool(shards) and numbers[0][0] == 1)  # some count from 1
+    if numbers != [(n, count) for n in range(first, first + count)]:
         raise ValueError(
             f"{files[0].parent}: these are not all shards of one data set, each once: "
             f"{', '.join(file.name for file in files)}. Add those that are missing, or name the "

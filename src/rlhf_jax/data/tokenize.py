@@ -27,7 +27,7 @@ from rlhf_jax.data.records import (
     Message,
     Record,
 )
-from rlhf_jax.data.render import TRANSCRIPT_GAP, ChatFormat, Renderer, shortened
+from rlhf_jax.data.render import ChatFormat, Renderer, shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -214,6 +214,7 @@ def tokenize_prompts(
         ValueError: as `tokenize_sft`.
     """
     writer = _Writer(tokenizer, max_length, overlong, chat_format, stop_ids)
+    gap = writer.renderer.gap() if any(isinstance(each, Dialogue) for each in records) else ""
     rows: list[PromptRow] = []
     for sample_id, text in writer.encode(records):
         num_special = writer.encoder.num_special(text.prompt)
@@ -224,8 +225,7 @@ def tokenize_prompts(
             rows.append(
                 PromptRow(
                     tokens, sample_id, record.prompt, record.columns, record.source,
-                    messages=conversation_of(text.example),
-                    gap=TRANSCRIPT_GAP if chat_format == "human_assistant" else "",
+                    messages=conversation_of(text.example), gap=gap,
                 )
             )  # fmt: skip
     return rows, writer.report(len(rows))
@@ -263,7 +263,7 @@ class _Writer:
         stop_ids: Collection[int],
     ):
         self.encoder = Encoder(tokenizer, stop_ids)
-        self._renderer = Renderer(tokenizer, chat_format)
+        self.renderer = Renderer(tokenizer, chat_format)
         self.max_length, self.overlong = max_length, overlong
         self.dropped = self.cut = self.empty = self.equal = self.cut_turns = 0
         self.ending_within = 0
@@ -281,7 +281,7 @@ class _Writer:
 
     def _written(self, example: Example, answers: Sequence[str]) -> Record | None:
         try:
-            return self._renderer.record(example, answers)
+            return self.renderer.record(example, answers)
         except UnusableRowError as reason:
             self.refused[str(reason)] = self.refused.get(str(reason), 0) + 1
             return None
@@ -299,7 +299,7 @@ class _Writer:
     def _without_turns(self, text: _Encoded, answers: Sequence[str]) -> _Encoded:
         """The longest text of the example that fits; `text` itself where none does."""
         for shorter in shortened(text.example):
-            record = self._renderer.record(shorter, answers)
+            record = self.renderer.record(shorter, answers)
             (candidate,) = self._encoded([(shorter, record)], answers)
             if candidate.length <= self.max_length:
                 self.cut_turns += 1

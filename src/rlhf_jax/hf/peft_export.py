@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_jax.hf.config_io import write_json
 from rlhf_jax.hf.export import DtypeName, host_tensors, narrow, staged, to_host
-from rlhf_jax.hf.peft import CONFIG_FILE, LM_HEAD, PREFIX, WEIGHTS_FILE
+from rlhf_jax.hf.peft import CONFIG_FILE, LM_HEAD, PREFIX, WEIGHTS_FILE, embedding_name
 from rlhf_jax.hf.pieces import Leaf, plan_leaves
 from rlhf_jax.hf.safetensors_io import write_file
 from rlhf_jax.hf.tensors import FLOAT_DTYPES, StoredTensor
@@ -55,6 +55,8 @@ def save_adapter(
     groups = list(trained_groups(trained, cfg, FLOAT_DTYPES[dtype], scalar=scalar))
     written = {name for group in groups for name in group.shapes}
     kept = {name: t for name, t in (carried or {}).items() if name not in written}
+    if cfg.tie_embeddings and not scalar and (table := kept.get(embedding_name(cfg))) is not None:
+        kept.setdefault(LM_HEAD, table)
     groups += [held({name: np.asarray(t.view())}) for name, t in kept.items()]
     shapes = {name: shape for group in groups for name, shape in group.shapes.items()}
     names, config = peft_names(shapes, cfg, lora, base, scalar=scalar)

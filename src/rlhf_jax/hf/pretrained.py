@@ -1,5 +1,6 @@
 """A model by name: its config, its tokenizer and where its weights are."""
 
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +37,8 @@ from rlhf_jax.models.params import (
 )
 from rlhf_jax.models.quantized import declare_int8, place_by_path, quantize_params
 from rlhf_jax.models.tiny import QUICKSTART, quickstart_config
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,10 @@ def find_adapted(name: str, adapter: Adapter, *, scalar: bool) -> Pretrained:
     base = replace(base, name=name, adapter=adapter)
     if not (adapter.directory / "tokenizer.json").is_file():
         return base
-    tokenizer = load_tokenizer(adapter.directory, base.cfg)
+    try:
+        tokenizer = load_tokenizer(adapter.directory, base.cfg)
+    except ValueError as error:  # such as one with a pad token that the base has no row for
+        log.warning("%s: the tokenizer of %s is taken, since %s", name, adapter.base, error)
+        return base
     cfg = replace(base.cfg, eos_token_id=stop_ids(base.cfg, tokenizer))
     return replace(base, cfg=cfg, tokenizer=tokenizer)

@@ -324,7 +324,7 @@ class Model:
     def _stop_ids(self, asked: Sequence[int] | int | None) -> tuple[int, ...]:
         if asked is None:
             return self.stop_ids
-        asked = (asked,) if isinstance(asked, int) else asked
+        asked = (asked,) if isinstance(asked, int | np.integer) else asked
         if not len(asked):
             return ()
         return tuple(check_ids(asked, self.config.vocab_size, "stop_ids").tolist())

@@ -29,10 +29,8 @@ from rlhf_jax.engine.state import TrainState, schedule_step
 from rlhf_jax.engine.step import Metrics
 from rlhf_jax.hf.export import save_hf, save_reward_hf
 from rlhf_jax.hf.pretrained import Pretrained
-from rlhf_jax.models.remat import repeats_layers
 from rlhf_jax.objectives.adaptive import Control, Moments
 from rlhf_jax.runtime.log import progress, say
-from rlhf_jax.runtime.profile import deepspeed_flops
 from rlhf_jax.stages.evaluate import Evaluator
 from rlhf_jax.stages.ppo_config import PPOConfig
 from rlhf_jax.stages.ppo_rows import RowPacking, Scored, minibatches
@@ -42,6 +40,7 @@ from rlhf_jax.stages.roles import Cast, Roles, load_roles
 from rlhf_jax.stages.rows import check_same_rows
 from rlhf_jax.stages.run import Run
 from rlhf_jax.stages.scores import HostScorer, host_scorer
+from rlhf_jax.stages.throughput import throughput
 from rlhf_jax.stages.trainable import export_adapter
 
 SHOWN = {
@@ -267,8 +266,7 @@ def train(
             first = all_losses[0]["policy/abs_log_ratio"]
             if not run.cfg.ppo.actor_lora.drops:
                 metrics.setdefault("rollout/logprob_diff_mean", first)
-            num_samples = int(sum(batch.valid_B.sum() for batch in batches))
-            metrics |= throughput(run, engine, data, num_samples, metrics)
+            metrics |= throughput(run, engine.cfg, data, batches, metrics)
             if run.due(run.cfg.eval_interval, done, num_steps):
                 with run.timer.phase("evaluate"):
                     metrics |= evaluator.measure(done, roles, averaged(beside, roles))
@@ -374,29 +372,3 @@ def means(rows: list[Metrics], weights: Sequence[float] | None = None) -> Metric
         return (values * shares).sum() if extreme is None else extreme(values)
 
     return {name: of(name) for name in rows[0]}
-
-
-def throughput(
-    run: Run, engine: HybridEngine, data: PromptData, num_samples: int, metrics: Metrics
-) -> dict[str, Any]:
-    """Samples a second by wall clock, tokens of answers a second of generation, and
-    DeepSpeed-Chat's generation and training TFLOP/s: rows as long as they may be, filled up to
-    whole batches, but for the share that packing left out of the update.
-    """
-    cfg, seconds, elapsed = run.cfg.ppo, run.timer.peek(), run.timer.elapsed()
-    rows = cfg.batch_size * cfg.generation_batches
-    length = data.max_prompt + cfg.max_answer_seq_len
-    devices = run.mesh.size * 1e12
-    passes = 4 if repeats_layers(cfg.remat) else 3
-    model = engine.cfg
-    generated = deepspeed_flops(model, rows, length, 1)
-    trained = deepspeed_flops(model, rows * cfg.ppo_epochs, length, passes)
-    trained *= 1 - metrics.get("perf/update_tokens_saved", 0)
-    return {
-        "perf/samples_per_second": num_samples / elapsed,
-        "perf/generated_tokens_per_second": (
-            num_samples * metrics["response_length/mean"] / seconds["generate"]
-        ),
-        "perf/generation_tflops_per_device": generated / seconds["generate"] / devices,
-        "perf/actor_training_tflops_per_device": trained / seconds["update"] / devices,
-    }
