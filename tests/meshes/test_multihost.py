@@ -1,9 +1,11 @@
 """Two processes: what the first one makes reaches both, and its errors end both."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -84,20 +86,28 @@ def test_a_mesh_that_leaves_a_process_out_is_refused(monkeypatch: pytest.MonkeyP
         multihost.check_processes_share(parse_mesh("4x1"))
 
 
-def test_a_process_that_fails_alone_does_not_wait_for_the_others() -> None:
+FAILING = """
+import pathlib, sys, time, jax
+from meshes import multihost
+multihost.FAREWELL = 1.0
+multihost.start_processes()
+print("started", flush=True)
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(.05)
+with multihost.ending_alone():
+    raise ValueError("only here")
+"""
+
+
+def test_a_process_that_fails_alone_does_not_wait_for_the_others(tmp_path: Path) -> None:
     """JAX would have it wait five minutes: the other one is stopped, as in a collective."""
-    program = (
-        "import os, signal, jax\n"
-        "from meshes import multihost\n"
-        "multihost.FAREWELL = 1.0\n"
-        "multihost.start_processes()\n"
-        "if jax.process_index() == 0:\n"
-        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
-        "with multihost.ending_alone():\n"
-        "    raise ValueError('only here')\n"
-    )
-    first, second = started(program)
+    first, second = started(FAILING, str(tmp_path / "fail"))
     try:
+        for process in (first, second):
+            assert process.stdout is not None
+            assert process.stdout.readline() == "started\n"
+        first.send_signal(signal.SIGSTOP)
+        (tmp_path / "fail").touch()
         assert second.wait(timeout=60) == 1
     finally:
         for process in (first, second):

@@ -105,7 +105,7 @@ print("saved", file=sys.stderr)
         env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
     ) as process:
         assert process.stdout is not None
-        while not is_full(process.stdout.fileno()):
+        while process.poll() is None and not is_full(process.stdout.fileno()):
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         out, errors = process.communicate(timeout=60)
