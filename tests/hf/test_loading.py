@@ -13,7 +13,7 @@ from rlhf_jax.hf.checkpoint import open_checkpoint
 from rlhf_jax.hf.config_io import load_config
 from rlhf_jax.hf.convert import has_scalar_head, load_with_report
 from rlhf_jax.hf.export import save_hf
-from rlhf_jax.hf.peft import embedding_name
+from rlhf_jax.hf.pieces import embedding_name
 from rlhf_jax.hf.safetensors_io import read_header, write_file
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.opt import size

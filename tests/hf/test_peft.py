@@ -16,8 +16,9 @@ from meshes.reshard import put_batch
 from rlhf_jax.data.byte_tokenizer import byte_tokenizer
 from rlhf_jax.hf.config_io import load_config
 from rlhf_jax.hf.export import save_hf
-from rlhf_jax.hf.peft import embedding_name, open_adapter
+from rlhf_jax.hf.peft import open_adapter
 from rlhf_jax.hf.peft_export import save_adapter, short_names
+from rlhf_jax.hf.pieces import embedding_name
 from rlhf_jax.hf.pretrained import find_pretrained
 from rlhf_jax.hf.safetensors_io import read_header, write_file
 from rlhf_jax.models.adapted import merge, without_adapters

@@ -279,6 +279,17 @@ def test_a_weighted_blend_keeps_its_proportions_in_every_epoch(
     assert (first.count(ord("p")), first.count(ord("q"))) == (12, 32)
 
 
+def test_more_prompts_than_there_are_numbers_for_are_refused(
+    tmp_path: Path, model: Pretrained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run: Any = FakeRun(config(tmp_path, SHORT, []))
+    monkeypatch.setattr("rlhf_jax.stages.prompts.COPIES_APART", len(SHORT))
+    ppo_data(run, model)
+    monkeypatch.setattr("rlhf_jax.stages.prompts.COPIES_APART", len(SHORT) - 1)
+    with pytest.raises(ValueError, match=f"the data have {len(SHORT)}: lower --data.max-rows"):
+        ppo_data(run, model)
+
+
 def test_a_weighted_source_whose_rows_are_all_too_long_is_named(
     tmp_path: Path, model: Pretrained
 ) -> None:

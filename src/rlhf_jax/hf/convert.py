@@ -18,11 +18,19 @@ from jax.sharding import SingleDeviceSharding
 
 from meshes.layout import Layout
 from rlhf_jax.hf.checkpoint import Checkpoint, open_checkpoint, shorten
-from rlhf_jax.hf.pieces import HEADS, SCORE_HEAD, Leaf, all_shapes, find_prefix, plan_leaves
+from rlhf_jax.hf.pieces import (
+    HEADS,
+    LM_HEAD,
+    SCORE_HEAD,
+    Leaf,
+    all_shapes,
+    embedding_name,
+    find_prefix,
+    plan_leaves,
+)
 from rlhf_jax.hf.tensors import FLOAT_DTYPES, StoredTensor
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.families import find_family
-from rlhf_jax.models.hf_table import Rows
 from rlhf_jax.models.params import Params
 from rlhf_jax.models.quantized import quantize_leaf
 
@@ -110,17 +118,14 @@ def load_with_report(
 
 def check_tied(checkpoint: Checkpoint, cfg: ModelConfig) -> None:
     """ValueError where an unembedding is there that differs from the embedding it is tied to."""
-    family, tensors = find_family(cfg.family), checkpoint.tensors
-    usual = family.body_prefixes[0]
-    source = family.table["embed_VW"]
-    assert isinstance(source, Rows)
-    table = tensors.get(find_prefix(family, tensors) + source.tensor.removeprefix(usual))
-    head = tensors.get("lm_head.weight")
+    tensors = checkpoint.tensors
+    prefix = find_prefix(find_family(cfg.family), tensors)
+    head, table = tensors.get(LM_HEAD), tensors.get(embedding_name(cfg, prefix))
     if head is None or table is None or head == table:
         return
     if not np.array_equal(head.view(), table.view()):
         raise ValueError(
-            f"{checkpoint.source}: lm_head.weight differs from the embedding, to which config.json "
+            f"{checkpoint.source}: {LM_HEAD} differs from the embedding, to which config.json "
             "ties it; transformers 5 leaves them apart: write tie_word_embeddings false there"
         )
 

@@ -18,13 +18,12 @@ from meshes.layout import Layout
 from rlhf_jax.hf.checkpoint import shorten
 from rlhf_jax.hf.config_io import read_json
 from rlhf_jax.hf.pickle_reader import read_pickle
-from rlhf_jax.hf.pieces import HEADS, Leaf, all_shapes, plan_leaves
+from rlhf_jax.hf.pieces import HEADS, LM_HEAD, Leaf, all_shapes, embedding_name, plan_leaves
 from rlhf_jax.hf.safetensors_io import read_header
 from rlhf_jax.hf.tensors import StoredTensor
 from rlhf_jax.models.adapted import Adapted
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.families import find_family
-from rlhf_jax.models.hf_table import Rows
 from rlhf_jax.models.lora import linear_modules
 from rlhf_jax.models.params import param_specs, scalar_specs
 from rlhf_jax.models.quantized import is_quantized
@@ -36,7 +35,6 @@ CONFIG_FILE, WEIGHTS_FILE, PICKLE_FILE = (
 )
 PREFIX = "base_model.model."
 """What PEFT puts in front of every tensor's name."""
-LM_HEAD = "lm_head.weight"
 copy = jax.jit(jnp.copy)
 
 PLAIN: Mapping[str, tuple[Any, ...]] = {
@@ -210,13 +208,6 @@ def check_tied(adapter: Adapter, cfg: ModelConfig, found: Mapping[str, StoredTen
             f"{adapter.base} ties to it: PEFT unties them then (no ensure_weight_tying), so this "
             "adapter cannot be read"
         )
-
-
-def embedding_name(cfg: ModelConfig) -> str:
-    """The name of the embedding's tensor."""
-    source = find_family(cfg.family).table["embed_VW"]
-    assert isinstance(source, Rows)
-    return source.tensor
 
 
 def read_factors(adapter: Adapter, cfg: ModelConfig) -> dict[str, Adapted[Any]]:

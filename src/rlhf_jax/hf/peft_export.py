@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_jax.hf.config_io import write_json
 from rlhf_jax.hf.export import DtypeName, host_tensors, narrow, staged, to_host
-from rlhf_jax.hf.peft import CONFIG_FILE, LM_HEAD, PREFIX, WEIGHTS_FILE, embedding_name
-from rlhf_jax.hf.pieces import Leaf, plan_leaves
+from rlhf_jax.hf.peft import CONFIG_FILE, PREFIX, WEIGHTS_FILE
+from rlhf_jax.hf.pieces import LM_HEAD, Leaf, embedding_name, plan_leaves
 from rlhf_jax.hf.safetensors_io import write_file
 from rlhf_jax.hf.tensors import FLOAT_DTYPES, StoredTensor
 from rlhf_jax.models.adapted import Adapted, is_adapted

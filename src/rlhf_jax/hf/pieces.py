@@ -20,6 +20,8 @@ from rlhf_jax.models.params import is_spec
 SCORE_HEAD, VALUE_HEAD = "score.weight", "v_head.weight"
 HEADS = (SCORE_HEAD, VALUE_HEAD)
 """The scalar head of transformers' sequence classifiers, and of DeepSpeed-Chat's RewardModel."""
+LM_HEAD = "lm_head.weight"
+"""The unembedding, where a checkpoint has one beside the embedding."""
 
 
 @dataclass(frozen=True)
@@ -120,3 +122,11 @@ def find_prefix(family: Family, names: Iterable[str]) -> str:
 def all_shapes(leaves: Iterable[Leaf]) -> Mapping[str, tuple[int, ...]]:
     """Every tensor of a model and its shape, in the order of the leaves."""
     return {name: shape for leaf in leaves for name, shape in leaf.tensor_shapes().items()}
+
+
+def embedding_name(cfg: ModelConfig, prefix: str | None = None) -> str:
+    """The name of the embedding's tensor: behind `prefix`, or the family's usual one."""
+    family = find_family(cfg.family)
+    source, usual = family.table["embed_VW"], family.body_prefixes[0]
+    assert isinstance(source, Rows)
+    return (usual if prefix is None else prefix) + source.tensor.removeprefix(usual)

@@ -274,9 +274,8 @@ def train(
             bar.update(done, {name: values[metric] for name, metric in SHOWN.items()})
             stopping = run.should_stop(logged=True)
             if stopping or run.due(run.cfg.save_interval, done, num_steps):
-                saved = (roles.actor, roles.critic, beside)
                 meta = {"stage": "ppo", "step": done} | data.fingerprints
-                checkpoints.save(done, saved, meta)
+                checkpoints.save(done, (roles.actor, roles.critic, beside), meta)
             if stopping:
                 checkpoints.wait()
                 run.stop("ppo", done)
