@@ -8,6 +8,7 @@ from meshes.layout import Layout
 from meshes.reshard import put_batch
 from rlhf_jax.data.batches import PromptBatch
 from rlhf_jax.engine.generate import Decoding, Rollout, for_decoding, generate
+from rlhf_jax.engine.graphs import graph_options
 from rlhf_jax.engine.sampling import SamplingConfig
 from rlhf_jax.engine.slots import generate_in_slots
 from rlhf_jax.models.config import ModelConfig
@@ -116,7 +117,7 @@ class HybridEngine:
                 return generate(params, rows, decoding, key=key)
             return generate_in_slots(params, rows, self.slots, decoding, key=key)
 
-        return jax.jit(rollout)
+        return jax.jit(rollout, compiler_options=graph_options(self.rollout))
 
 
 def check_slots(slots: int | None, divisor: int) -> None:

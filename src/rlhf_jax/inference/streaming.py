@@ -14,6 +14,7 @@ from meshes.multihost import to_host
 from meshes.reshard import put_batch, put_rows
 from rlhf_jax.data.batches import PromptBatch
 from rlhf_jax.engine.generate import Decoding, LoopState, decode_until, for_decoding
+from rlhf_jax.engine.graphs import graph_options
 from rlhf_jax.engine.hybrid import HybridEngine
 from rlhf_jax.engine.sampling import SamplingConfig
 from rlhf_jax.inference.pieces import text_pieces
@@ -55,7 +56,9 @@ class Streamer:
         decoding = Decoding(engine.cfg, engine.rollout, sampling, engine.stop_ids)
         self._feed = jax.jit(functools.partial(_feed, decoding=decoding), donate_argnames="cache")
         self._decode = jax.jit(
-            functools.partial(_decode, decoding=decoding), donate_argnames="state"
+            functools.partial(_decode, decoding=decoding),
+            donate_argnames="state",
+            compiler_options=graph_options(engine.rollout),
         )
         self._empty = jax.jit(
             functools.partial(

@@ -12,9 +12,10 @@ from rlhf_jax.stages.rollout_slots import common_limit
 
 BANDWIDTH = 4e12
 """Bytes a second that an H200 reads of weights."""
-SUM_SECONDS = 33e-6
-"""What a sum over two H200s costs a decode step of OPT-1.3B (128 rows, 48 sums): XLA's all-reduce
-is no part of a graph, so the host launches it and the graph behind it."""
+SUM_LATENCY = 20e-6
+"""Seconds of a small sum over two H200s in a decode step's graph (OPT-1.3B, 128 rows, 48 sums)."""
+LINK_BANDWIDTH = 250e9
+"""Bytes a second that an H200 receives from others of its host (an all-gather of 4 GB)."""
 
 
 def choose_inference_tp(
@@ -38,8 +39,9 @@ def choose_inference_tp(
         narrow = cfg.ppo.rollout_weights != "same"
         itemsize = 1 if narrow else jnp.dtype(cfg.dtype).itemsize
         slots = cfg.ppo.rollout_slots or 0
+        rows = min(slots or cfg.ppo.batch_size, cfg.ppo.batch_size) / shape.num_devices
         sizes = even_inference_sizes(shape, *heads)
-        for size in sorted(sizes, key=lambda size: step_seconds(actor, size, itemsize)):
+        for size in sorted(sizes, key=lambda size: step_seconds(actor, size, itemsize, rows)):
             if slots % (shape.num_devices // size):
                 continue
             plan = plan_ppo(planned, models, Place(shape, size, platform))
@@ -49,9 +51,14 @@ def choose_inference_tp(
     return default_inference_tp(shape, *heads)
 
 
-def step_seconds(cfg: ModelConfig, inference_tp: int, itemsize: int) -> float:
+def step_seconds(cfg: ModelConfig, inference_tp: int, itemsize: int, rows: float) -> float:
     """The part of a decode step that depends on how many devices share the model: reading its
-    weights of `itemsize` bytes, and two sums a layer. The cache is as large a device either way.
+    weights of `itemsize` bytes, and two sums a layer in 16 bits, of all their rows (`rows` for each
+    of the devices). The cache is as large a device either way.
     """
     weights = itemsize * cfg.num_params() / inference_tp / BANDWIDTH
-    return weights + (2 * cfg.num_layers * SUM_SECONDS if inference_tp > 1 else 0.0)
+    if inference_tp == 1:
+        return weights
+    # A ring: every device receives all sums but its own, twice.
+    received = 2 * (inference_tp - 1) * rows * cfg.width * 2
+    return weights + 2 * cfg.num_layers * (SUM_LATENCY + received / LINK_BANDWIDTH)
