@@ -35,7 +35,7 @@ import numpy as np
 from jax import lax
 
 from meshes.layout import default_inference_tp, make_mesh, parse_mesh
-from meshes.multihost import to_host
+from meshes.multihost import start_devices, to_host
 from rlhf_jax.data.batches import PromptBatch, collate_prompts
 from rlhf_jax.data.tokenize import tokenize_prompts
 from rlhf_jax.engine.generate import Rollout
@@ -288,6 +288,7 @@ def random_model(args: argparse.Namespace) -> tuple[HybridEngine, Params[jax.Arr
 
 def main() -> None:
     args = parse_args()
+    start_devices(args.mesh)
     device = jax.devices()[0].device_kind
     if args.answer_lengths == "stop":
         model = load(args.checkpoint, mesh=args.mesh, dtype="bfloat16")

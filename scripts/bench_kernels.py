@@ -37,6 +37,7 @@ from kernels_pallas.skinny_product.api import (
     takes_digits,
 )
 from kernels_pallas.token_logprob.api import token_logprob
+from meshes.multihost import check_platform
 from rlhf_jax.models.quantized import quantize
 from scripts.kernel_rows import HEADER, LARGEST_ERROR, Row, difference, normal, seconds
 
@@ -353,6 +354,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
+    check_platform()
     device = jax.devices()[0]
     print(f"{device.device_kind}, jax {jax.__version__}, {args.dtype}\n{HEADER}")
     tables: dict[str, tuple[Any, Any, Any]] = {

@@ -25,6 +25,7 @@ from kernels_pallas import cases, dispatch
 from kernels_pallas.truncated_sampling import pallas, reference
 from kernels_pallas.truncated_sampling.api import truncated_sampling
 from kernels_pallas.truncated_sampling.search import Rule
+from meshes.multihost import check_platform
 
 Choose = Callable[..., tuple[jax.Array, jax.Array]]
 plain = reference.truncated_sampling
@@ -128,6 +129,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.tiny:
         args.repeats, args.rounds = 1, 1
+    check_platform()
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, microseconds\n{HEADER}")
     for case in cases.SAMPLING_TESTS if args.tiny else cases.SAMPLING_BENCHMARKS:
         if args.cases in case.name:

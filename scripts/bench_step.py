@@ -23,7 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshes.layout import MeshShape, make_mesh, parse_mesh
+from meshes.layout import MeshShape, make_mesh
+from meshes.multihost import start_devices
 from meshes.reshard import put_batch
 from rlhf_jax.data.batches import TextBatch
 from rlhf_jax.engine.optimizer import OptimizerConfig, make_optimizer
@@ -209,7 +210,7 @@ def main() -> None:
     args = arguments()
     keep_compiled_programs()
     cfg = quickstart_config(264, 257, 258, 256) if args.tiny else SIZES[args.model]
-    shape = parse_mesh(args.mesh)
+    shape = start_devices(args.mesh)
     mesh = make_mesh(shape, shape.tensor)
     options = dict(args.compiler_option)
     print(f"{jax.devices()[0].device_kind}, mesh {shape}, {args.model}, bf16 {options or ''}")

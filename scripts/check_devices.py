@@ -31,7 +31,7 @@ import jax
 import numpy as np
 
 from meshes.layout import MeshShape, check_device_count, inference_sizes, parse_mesh
-from meshes.multihost import simulate_cpu_devices, start_processes, to_host
+from meshes.multihost import check_platform, simulate_cpu_devices, start_processes, to_host
 from rlhf_jax.engine.generate import Rollout
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.opt import SIZES
@@ -263,6 +263,7 @@ def main() -> int:
     start_processes()
     setting = setting_of(args)
     try:
+        check_platform()
         found = wanted_places(args.mesh, setting)
     except ValueError as error:
         raise SystemExit(str(error)) from None
