@@ -30,6 +30,7 @@ PROGRAMS = [
     pytest.param("8x1", 1, {}, id="opt 8x1, each device alone"),
     pytest.param("8x1", 2, {}, id="opt 8x1, tensor parallel 2"),
     pytest.param("8x1", 8, {}, id="opt 8x1, tensor parallel 8"),
+    pytest.param("8x1", 2, {"slots": 8}, id="opt in slots 8x1, tensor parallel 2"),
     pytest.param("8x1", 8, {"actor": GQA}, id="gqa 8x1, tensor parallel 8"),
 ]
 ALONE, SPREAD = PROGRAMS[:7], PROGRAMS[7:]
