@@ -27,6 +27,7 @@ def epoch_of(load: Loader[np.ndarray], epoch: int) -> list[int]:
 def test_an_epoch_holds_every_row_once_and_fills_its_last_batch() -> None:
     load = loader()
     assert load.num_batches == 3
+    assert [load.size(step) for step in range(6)] == [4, 4, 2] * 2
     for epoch in range(3):
         assert Counter(epoch_of(load, epoch)) == Counter([*range(10), -1, -1])
 

@@ -84,3 +84,23 @@ def test_an_interrupted_run_has_the_same_coefficient_moments_text_and_average(
         )
         for leaf, values in mine.items():
             np.testing.assert_allclose(values, theirs[leaf], rtol=1e-4, atol=1e-5)
+
+
+def test_a_schedule_runs_over_the_steps_that_are_taken(
+    run, small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eleven prompts in batches of 8: of minibatches of two an epoch has four, and two where five
+    rows are filler.
+    """
+    asked = {
+        "step": (3,), "mesh": "1x1", "data.max_rows": 11, "ppo.max_steps": None,
+        "ppo.num_train_epochs": 2, "ppo.minibatch_size": 2, "ppo.ppo_epochs": 3,
+        "ppo.generation_batches": 2, "ppo.standardize_score": False,
+    }  # fmt: skip
+
+    def planned(run, actor, plan, num_updates):
+        raise InterruptedError(f"{num_updates} steps")
+
+    monkeypatch.setattr("rlhf_jax.stages.ppo.load_roles", planned)
+    with pytest.raises(InterruptedError, match=f"^{2 * 3 * (4 + 2)} steps"):
+        run(small(tmp_path / "run", asked))

@@ -18,7 +18,7 @@ from rlhf_jax.models.lora import LoRAConfig
 from rlhf_jax.objectives.adaptive import AdaptiveKL
 from rlhf_jax.stages.ppo import Programs, describe_correction
 from rlhf_jax.stages.ppo_config import PPOConfig
-from rlhf_jax.stages.ppo_rows import Scored, minibatches
+from rlhf_jax.stages.ppo_rows import Scored, count_updates, minibatches
 from rlhf_jax.stages.reward_plan import RewardPlan
 from rlhf_jax.stages.roles import Cast
 from tests.engine.drive import Driver
@@ -78,13 +78,20 @@ def test_rounded_rollouts_are_corrected_unless_told_otherwise(
         assert ("fp8" in said) == ("fp8" in fields.values())
 
 
-def test_a_minibatch_without_a_valid_row_is_left_out() -> None:
-    cfg = PPOConfig(batch_size=8, minibatch_size=1)
-    valid_B = np.array([1, 0, 1, 0, 0, 0, 0, 0], np.float32)
-    experience: Any = "batch"
-    batches = [Scored(experience, valid_B)]
-    seen = [int(rows[0]) for _, rows in minibatches(cfg, batches, 0, 0)]
-    assert sorted(seen) == [0, 2]
+@pytest.mark.parametrize("size", [1, 3, 4, 8])
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_fillers_stand_behind_and_a_minibatch_of_them_alone_is_left_out(
+    size: int, rows: int
+) -> None:
+    """So the steps of a run are known before it."""
+    cfg = PPOConfig(batch_size=8, minibatch_size=rows, generation_batches=2, ppo_epochs=2)
+    name: Any = "batch"
+    full, part = (Scored(name, (np.arange(8) < m).astype(np.float32)) for m in (8, size))
+    steps = list(minibatches(cfg, [full, part], 0, 0))
+    assert len(steps) == count_updates(cfg, [8, size])
+    filled = [int(batch.valid_B[rows].sum()) for batch, rows in steps if batch is part]
+    want = [rows] * (size // rows) + [size % rows] * (size % rows > 0)
+    assert sorted(filled) == sorted(2 * want)
 
 
 def test_the_order_is_drawn_from_seed_step_and_epoch() -> None:

@@ -111,7 +111,7 @@ def test_scores_in_units_of_another_token_are_told(model: Pretrained) -> None:
 
 
 def test_a_warm_up_longer_than_the_stage_is_told(model: Pretrained) -> None:
-    """Of PPO the updates count: 2 iterations of 4 minibatches, twice."""
+    """Of PPO the updates count: 2 iterations of 4 minibatches, twice; or of 2, with few prompts."""
     cfg = quickstart()
     sft = replace(cfg.sft, num_warmup_steps=1000, max_steps=2)
     assert said(replace(cfg, sft=sft), model, "sft", 640) == (
@@ -121,6 +121,7 @@ def test_a_warm_up_longer_than_the_stage_is_told(model: Pretrained) -> None:
     short = {"num_warmup_steps": 16, "minibatch_size": 16, "ppo_epochs": 2, "max_steps": 2}
     ppo = replace(cfg.ppo, **short)
     assert "its 16 optimizer steps" in said(replace(cfg, ppo=ppo), model, "ppo", 640)
+    assert "its 8 optimizer steps" in said(replace(cfg, ppo=ppo), model, "ppo", 17)  # of 16 and 1
     more = replace(cfg.ppo, **short | {"num_warmup_steps": 15})
     assert said(replace(cfg, ppo=more), model, "ppo", 640, 0) == ""
 

@@ -82,10 +82,11 @@ class Loader[Batch]:
 
     def batch(self, step: int) -> Batch:
         """The batch of `step` >= 0."""
-        if step < 0:
-            raise ValueError(f"step={step}: steps count from 0")
-        epoch, place = divmod(step, self.num_batches)
-        return self._collate(self._epoch(epoch)[place])
+        return self._collate(self._items(step))
+
+    def size(self, step: int) -> int:
+        """How many rows (with packing: sequences) the batch of `step` has before it is filled."""
+        return len(self._items(step))
 
     def batches(self, start: int, stop: int, *, prefetch: int = 4) -> Iterator[tuple[int, Batch]]:
         """(step, batch) for steps start … stop-1, up to `prefetch` of them made ahead.
@@ -99,6 +100,13 @@ class Loader[Batch]:
         options = grain.ReadOptions(num_threads=min(prefetch, 2), prefetch_buffer_size=prefetch)
         steps = grain.MapDataset.source(_Steps(self, range(start, stop)))
         yield from steps.to_iter_dataset(options)
+
+    def _items(self, step: int) -> Any:
+        """The row numbers of a batch."""
+        if step < 0:
+            raise ValueError(f"step={step}: steps count from 0")
+        epoch, place = divmod(step, self.num_batches)
+        return self._epoch(epoch)[place]
 
     def _order_epoch(self, epoch: int) -> list[Any]:
         """Row numbers of every batch of an epoch; with packing, of every sequence of it."""

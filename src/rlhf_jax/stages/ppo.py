@@ -33,7 +33,7 @@ from rlhf_jax.objectives.adaptive import Control, Moments
 from rlhf_jax.runtime.log import progress, say
 from rlhf_jax.stages.evaluate import Evaluator
 from rlhf_jax.stages.ppo_config import PPOConfig
-from rlhf_jax.stages.ppo_rows import RowPacking, Scored, minibatches
+from rlhf_jax.stages.ppo_rows import RowPacking, Scored, count_updates, minibatches
 from rlhf_jax.stages.prompts import PromptData, ppo_data
 from rlhf_jax.stages.reward_plan import RewardPlan, plan_rewards, score_statistics
 from rlhf_jax.stages.roles import Cast, Roles, load_roles
@@ -69,8 +69,9 @@ def run_ppo(run: Run, actor: Pretrained, reward: Pretrained | None) -> None:
     data = ppo_data(run, actor)
     num_batches = cfg.num_train_epochs * data.train.num_batches
     num_steps = cfg.max_steps or -(-num_batches // cfg.generation_batches)
+    sizes = map(data.train.size, range(num_steps * cfg.generation_batches))
     with jax.set_mesh(run.mesh):
-        roles, cast = load_roles(run, actor, plan, num_steps * cfg.updates_per_iteration)
+        roles, cast = load_roles(run, actor, plan, count_updates(cfg, sizes))
         engine = HybridEngine(
             actor.cfg, run.mesh, actor.cfg.stop_ids,
             merge_adapters=cfg.merge_lora, slots=cfg.rollout_slots,

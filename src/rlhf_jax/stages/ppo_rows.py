@@ -1,6 +1,6 @@
 """Which rows the programs of an iteration see, and in which sequences where rows are packed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -44,18 +44,31 @@ def minibatches(
     """Which rows of which batch each optimizer step sees, epoch by epoch.
 
     A minibatch never mixes two generated batches, as in DeepSpeed-Chat; their order and the order
-    of their rows are drawn anew in every epoch. One without a valid row is left out.
+    of their rows are drawn anew in every epoch. Filler rows come behind the valid ones of their
+    batch, and a minibatch without a valid row is left out.
     """
     for epoch in range(cfg.ppo_epochs):
         rng = np.random.default_rng((seed, step, epoch))
         chunks = [
             (batch, rows)
             for batch in batches
-            for rows in rng.permutation(cfg.batch_size).reshape(-1, cfg.rows_per_step)
+            for rows in valid_first(rng.permutation(cfg.batch_size), batch.valid_B).reshape(
+                -1, cfg.rows_per_step
+            )
             if batch.valid_B[rows].any()
         ]
         for n in rng.permutation(len(chunks)):
             yield chunks[n]
+
+
+def valid_first(rows: np.ndarray, valid_B: np.ndarray) -> np.ndarray:
+    """The rows in their order, but filler rows behind all others."""
+    return rows[np.argsort(valid_B[rows] == 0, kind="stable")]
+
+
+def count_updates(cfg: PPOConfig, sizes: Iterable[int]) -> int:
+    """How many optimizer steps batches of so many valid rows make: what a schedule runs over."""
+    return cfg.ppo_epochs * sum(-(-size // cfg.rows_per_step) for size in sizes)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import Any, Protocol
 
 import jax
@@ -21,6 +22,7 @@ from rlhf_jax.hf.pretrained import Pretrained
 from rlhf_jax.runtime.disk import replace_text
 from rlhf_jax.runtime.log import say
 from rlhf_jax.stages.config import StageName, TrainConfig
+from rlhf_jax.stages.ppo_rows import count_updates
 from rlhf_jax.stages.run import Run
 
 PAD_MULTIPLE = 16
@@ -193,7 +195,9 @@ def remarks(
     elif num_train < batch:
         yield f"{stage}: a batch of {batch} is larger than the {num_train} rows: {lower}"
     updates = settings.max_steps or steps
-    updates *= cfg.ppo.updates_per_iteration if stage == "ppo" else 1
+    if stage == "ppo":
+        sizes = cycle(min(batch, num_train - first) for first in range(0, num_train, batch))
+        updates = count_updates(cfg.ppo, islice(sizes, updates * cfg.ppo.generation_batches))
     if 0 < updates <= (warmup := settings.num_warmup_steps):
         yield (
             f"{stage}: --{stage}.num-warmup-steps={warmup} is no less than its {updates} optimizer "
