@@ -247,7 +247,7 @@ def is_text(text: str) -> bool:
 def read_line(interactive: bool) -> str | None:
     """The next line; None where the input ends. ctrl-C on a terminal only drops the line."""
     if not interactive:
-        return sys.stdin.readline() or None
+        return sys.stdin.readline().removeprefix("\ufeff") or None  # as some editors begin UTF-8
     import readline  # noqa: F401  (editing and history for input())
 
     while True:

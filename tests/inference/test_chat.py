@@ -39,6 +39,15 @@ def test_questions_from_a_pipe_are_answered_line_by_line(
     assert err.splitlines() == ["(forgotten)"]
 
 
+def test_a_mark_of_the_byte_order_is_no_part_of_a_question(
+    llama, run_directory, pipe, capsys
+) -> None:
+    """Editors that begin a file with one are common, and data are read without it too."""
+    pipe("\ufeffw10 w11\nw40\n")
+    assert main([str(run_directory), *FLAGS]) == 0
+    assert capsys.readouterr().out.splitlines() == answers(llama, "w10 w11", "w40")
+
+
 def answers(llama, *questions: str) -> list[str]:
     """The line that each question gets with `FLAGS`."""
     settings = {"max_new_tokens": 8, "temperature": 0.0, "prompt_length": 56}

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pandas
 import pytest
 
 import rlhf_jax
@@ -145,19 +146,35 @@ def test_a_reward_models_scores_are_its_own_in_units_of_its_training_answers(
     np.testing.assert_allclose(metrics["objective/scores"], expected, **tolerance(np.float32))
 
 
+async def later(**columns: Any) -> list[float]:
+    return []
+
+
 def test_what_cannot_train_is_said_before_anything_compiles(directory_of, llama, scorer) -> None:
     adapters = replace(CONFIG, actor_lora=LoRAConfig(dim=4))
     elsewhere = rlhf_jax.load(directory_of("llama_scorer"), mesh="2x1")
     other_words = rlhf_jax.load("quickstart", mesh="1x1")
-    cases = [
+    cases: list[tuple[Any, Any, Any, str]] = [
         (llama, scorer, adapters, "PPO has no actor_lora"),
         (llama, scorer, replace(CONFIG, remat="auto"), "remat='auto' is chosen by the memory plan"),
         (llama, scorer, replace(CONFIG, lr_scheduler_type="cosine"), "falls until max_steps"),
         (llama, scorer, replace(CONFIG, max_prompt_seq_len=60), "make 66 tokens, .* 64 positions"),
-        (llama, scorer, replace(CONFIG, standardize_score=True), "score_statistics"),
+        (
+            llama,
+            scorer,
+            replace(CONFIG, standardize_score=True),
+            "are with standardize_score=False$",
+        ),
         (llama, llama, CONFIG, "is a language model, it gives no scores"),
         (llama, elsewhere, CONFIG, "on two meshes"),
         (scorer, scorer, CONFIG, "is a reward model: PPO trains a language model"),
+        (
+            "runs/x/actor",
+            scorer,
+            CONFIG,
+            "the policy is 'runs/x/actor' .str.: pass what rlhf_jax.l",
+        ),
+        (llama, scorer, {"batch_size": 8}, "the config is {'batch_size': 8} .dict.: pass rlhf_jax"),
         (other_words, scorer, CONFIG, "different tokenizers"),
     ]
     for policy, reward, config, message in cases:
@@ -171,6 +188,7 @@ def test_what_cannot_train_is_said_before_anything_compiles(directory_of, llama,
             "^the reward function <lambda> does not take prompts, completion_ids: .* in ..columns",
         ),
     ]
+    functions.append((later, "the reward function later is async, and nothing awaits it"))
     for function, message in functions:
         with pytest.raises(ValueError, match=message):
             rlhf_jax.PPO(llama, function, CONFIG)
@@ -179,8 +197,16 @@ def test_what_cannot_train_is_said_before_anything_compiles(directory_of, llama,
         rlhf_jax.PPO(wide, Judge(), replace(CONFIG, minibatch_size=2))
 
 
+def test_columns_go_with_the_prompts_by_their_place(learned) -> None:
+    """A pandas Series counts by its index, which a shuffled or filtered table keeps."""
+    rows = pandas.DataFrame({"prompt": PROMPTS, "level": range(7)}, index=range(7)[::-1])
+    learned["ppo"].step(rows["prompt"], level=rows["level"])
+    assert learned["judge"].seen[-1]["prompts"] == PROMPTS
+    assert learned["judge"].seen[-1]["level"] == list(range(7))
+
+
 def test_prompts_that_do_not_fit_a_step_are_refused(learned) -> None:
-    step = learned["ppo"].step
+    step, steps = learned["ppo"].step, learned["ppo"].num_steps
     with pytest.raises(ValueError, match="got 9 prompts, batch_size=8"):
         step(["w5"] * 9)
     with pytest.raises(ValueError, match="got 0 prompts"):
@@ -189,4 +215,12 @@ def test_prompts_that_do_not_fit_a_step_are_refused(learned) -> None:
         step(["w5", "w5 " * 9])
     with pytest.raises(ValueError, match="column level has 1 values for 2 prompts"):
         step(["w5", "w6"], level=[1])
-    assert learned["ppo"].num_steps == STEPS
+    with pytest.raises(ValueError, match="column level is 'ab' .str.: give a list, one value"):
+        step(["w5", "w6"], level="ab")
+    with pytest.raises(ValueError, match="column level is 5 .int.: give a list"):
+        step(["w5", "w6"], level=5)
+    with pytest.raises(ValueError, match="reward functions get completions from the step"):
+        step(["w5", "w6"], completions=["w7", "w8"])
+    with pytest.raises(ValueError, match="got a generator where a list of texts is wanted"):
+        step(text for text in PROMPTS)
+    assert learned["ppo"].num_steps == steps

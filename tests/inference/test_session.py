@@ -11,6 +11,7 @@ import rlhf_jax
 from rlhf_jax.cli.deepspeed_names import VALUES
 from rlhf_jax.inference import session
 from rlhf_jax.inference.dtypes import SHORT
+from rlhf_jax.stages.reward import read_statistics
 
 PROMPTS = ["w10 w11 w12", "w40", [1, 60, 61, 62, 63, 64]]
 
@@ -103,6 +104,30 @@ def test_what_is_saved_loads_again(llama, tmp_path) -> None:
     assert again.stop_ids == llama.stop_ids
 
 
+def test_what_is_saved_over_another_model_takes_nothing_of_it(
+    llama, scorer, directory_of, tmp_path
+) -> None:
+    other = rlhf_jax.load(directory_of("llama"), mesh="1x1")
+    other.tokenizer.chat_template = "{{ messages[0].content }}"
+    other.save_hf(tmp_path)
+    assert rlhf_jax.load(tmp_path, mesh="1x1").tokenizer.chat_template
+    llama.save_hf(tmp_path)
+    assert rlhf_jax.load(tmp_path, mesh="1x1").tokenizer.chat_template is None
+    (tmp_path / "score_statistics.json").write_text('{"mean": 0.5, "std": 2.0}')
+    scorer.save_hf(tmp_path)  # it has no statistics
+    assert not (tmp_path / "score_statistics.json").exists()
+
+
+def test_a_reward_model_is_saved_with_the_scale_of_its_scores(directory_of, tmp_path) -> None:
+    directory = directory_of("llama_scorer")
+    (directory / "score_statistics.json").write_text('{"mean": 0.5, "std": 2.0}')
+    rlhf_jax.load(directory, mesh="1x1").save_hf(tmp_path / "saved")
+    again = rlhf_jax.load(tmp_path / "saved", mesh="1x1")
+    assert read_statistics(again.source) == (0.5, 2.0)
+    again.save_hf(tmp_path / "saved")
+    assert read_statistics(again.source) == (0.5, 2.0)
+
+
 def test_short_names_of_dtypes_are_those_of_training(llama, directory_of, tmp_path) -> None:
     assert VALUES["dtype"] == SHORT
     short = rlhf_jax.load(directory_of("llama"), mesh="1x1", dtype="bf16")
@@ -167,6 +192,12 @@ def test_nothing_asked_nothing_answered(llama, scorer) -> None:
         (lambda m: m.generate(["w10", ""]), "text 1 is empty: to start from nothing"),
         (lambda m: m.generate([[]]), "text 0 is empty"),
         (lambda m: m.generate([1, 2]), "text 0 must be a string or a list of token ids, got 1"),
+        (lambda m: m.generate(t for t in ["w10"]), "got a generator where a list of texts is"),
+        (lambda m: m.generate(m.tokenizer(["w10"])), "got a BatchEncoding where a list of texts"),
+        (lambda m: m.generate({"w10"}), "got a set where a list of texts is wanted"),
+        (lambda m: m.generate(None), "got a NoneType where a list of texts is wanted"),
+        (lambda m: m.logprobs(t for t in ["w10"]), "got a generator where a list of texts is"),
+        (lambda m: m.generate(["w10", "w\ud800"]), "text 1: no Unicode text: half of a surrogate"),
         (lambda m: m.generate([[0.5]]), "text 0 must be a string or a list of token ids"),
         (lambda m: m.generate([[5, 90]]), "text 0 has token id 90, the model's vocabulary is 0"),
         (
@@ -177,10 +208,13 @@ def test_nothing_asked_nothing_answered(llama, scorer) -> None:
         (lambda m: m.generate(["w10 w11"], prompt_length=2), "must hold the longest prompt (3"),
         (lambda m: m.generate(["w10"], num_samples=0), "num_samples=0"),
         (lambda m: m.generate(["w10"], stop_ids=[-1]), "stop_ids has token id -1"),
+        (lambda m: m.generate(["w10"], stop_ids="w5"), "stop_ids must be a list of token ids, got"),
+        (lambda m: m.generate(["w10"], stop_ids=1.5), "stop_ids must be a list of token ids"),
         (lambda m: m.generate(["w10"], temperature=-1.0), "temperature"),
         (lambda m: m.logits([5, 6]), "tokens must have shape [B, T], got [2]"),
         (lambda m: m.logits([[5, 6], [7]]), "tokens must be a rectangle"),
-        (lambda m: m.logits([[5, 6]], [3]), "lengths must be 1 numbers from 1 to 2"),
+        (lambda m: m.logits([[5, 6]], [3]), "lengths must be 1 whole numbers from 1 to 2"),
+        (lambda m: m.logits([[5, 6]], [1.5]), "lengths must be 1 whole numbers from 1 to 2"),
         (lambda m: m.logits([[5] * 65]), "text 0 has 65 tokens, the model has 64 positions"),
         (lambda m: m.score(["w10"]), "is a language model, it gives no scores"),
     ],

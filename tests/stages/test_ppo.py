@@ -109,7 +109,7 @@ def test_the_order_is_drawn_from_seed_step_and_epoch() -> None:
         ({"batch_size": 8, "minibatch_size": 3}, "minibatch_size=3 must divide batch_size=8"),
         ({"batch_size": 8, "generation_batches": 2, "minibatch_size": 16}, "=16 must divide"),
         ({"batch_size": 8, "gradient_accumulation_steps": 3}, "=3 does not divide minibatch_size"),
-        ({"batch_size": "32"}, "batch_size must be a number, got '32'"),
+        ({"batch_size": "32"}, "batch_size must be a whole number, got '32'"),
         ({"ppo_epochs": 0}, "ppo_epochs must be at least 1, got 0"),
         ({"clip_range": -0.1}, "clip_range must be at least 0"),
         (
@@ -120,6 +120,31 @@ def test_the_order_is_drawn_from_seed_step_and_epoch() -> None:
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PPOConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"lr_scheduler_type": "constnat"},
+            "lr_scheduler_type='constnat' is not known: .*'linear'",
+        ),
+        ({"optim": "adam"}, "optim='adam' is not known: use one of 'adamw', 'lion', 'adafactor'"),
+        ({"frozen_dtype": "bf16"}, "frozen_dtype='bf16' is not known: use one of 'bfloat16', 'fl"),
+        ({"remat": "ful"}, "remat='ful' is not known"),
+        ({"batch_size": 4.0}, "batch_size must be a whole number, got 4.0"),
+        ({"max_prompt_seq_len": None}, "max_prompt_seq_len must be a whole number, got None"),
+        ({"packing": "no"}, "packing must be True or False, got 'no'"),
+        ({"lam": "0.95"}, "lam must be a number, got '0.95'"),
+        ({"kl_coef": float("nan")}, "kl_coef=nan"),
+        ({"score_clip": float("nan")}, "score_clip=nan"),
+        ({"missing_eos_penalty": float("nan")}, "missing_eos_penalty=nan"),
+    ],
+)
+def test_what_a_setting_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
+    """Flags are of their types; a config made in Python need not be."""
     with pytest.raises(ValueError, match=message):
         PPOConfig(**changes)
 

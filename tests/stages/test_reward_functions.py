@@ -84,7 +84,7 @@ def test_an_attribute_of_a_class(folder: Path) -> None:
         ("broken.py:f", "importing broken.py failed with ModuleNotFound.*.broken.py, line 1."),
         ("judges:size", "judges has no size; it defines length, positional, bare, later"),
         ("judges:PI", "PI is a float, not a function"),
-        ("judges:later", "later is async, and nothing awaits it"),
+        ("judges:later", "judges:later is async, and nothing awaits it"),
         ("judges:positional", r"does not take prompts, completions: .*end its parameters in"),
         ("judges:bare", r"does not take completion_ids: .*now \(prompts, completions\)\)"),
     ],

@@ -291,6 +291,20 @@ def test_more_prompts_than_there_are_numbers_for_are_refused(
         ppo_data(run, model)
 
 
+def test_every_prompt_has_the_columns_of_all_sources(tmp_path: Path, model: Pretrained) -> None:
+    """A reward function is called with the same ones whatever rows are in a batch."""
+    cfg = config(tmp_path, SHORT, SHORT[:2])
+    other = tmp_path / "other.jsonl"
+    marked = [{**row, "gold": "7"} for row in SHORT[:3]]
+    other.write_text("".join(json.dumps(row) + "\n" for row in marked), encoding="utf-8")
+    data = replace(cfg.data, data_path=(str(tmp_path), str(other)))
+    run: Any = FakeRun(replace(cfg, data=data))
+    found = ppo_data(run, model)
+    rows = [*found.rows.values(), *found.held_out]
+    assert all(row.columns.keys() == {"gold"} for row in rows)
+    assert {row.columns["gold"] for row in found.rows.values()} == {None, "7"}
+
+
 def test_a_weighted_source_whose_rows_are_all_too_long_is_named(
     tmp_path: Path, model: Pretrained
 ) -> None:

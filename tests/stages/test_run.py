@@ -96,7 +96,7 @@ def test_settings_that_only_say_where_and_how_may_change_on_a_resume(tmp_path: P
 
 
 def test_every_setting_that_changes_what_is_computed_is_named() -> None:
-    cfg = TrainConfig(ppo=PPOConfig(actor_learning_rate=1e-6))
+    cfg = TrainConfig(output_dir="runs/my run", ppo=PPOConfig(actor_learning_rate=1e-6))
     changed = replace(cfg, dtype="float32", ppo=replace(cfg.ppo, target_kl=0.5, top_k=5))
     with pytest.raises(ValueError, match="started with other settings") as error:
         check_same_settings(changed, saved(cfg), STAGES.values())
@@ -107,7 +107,7 @@ def test_every_setting_that_changes_what_is_computed_is_named() -> None:
         "--ppo.target-kl: None then, 0.5 now",
     ]
     assert len(lines) == 5
-    assert lines[4].startswith("use the same ones (--resume --config=runs/quickstart/config.yaml)")
+    assert lines[4].startswith("use the same ones (--resume --config='runs/my run/config.yaml')")
 
 
 def test_settings_of_a_stage_that_has_not_begun_may_change(tmp_path: Path) -> None:

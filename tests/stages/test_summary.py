@@ -34,6 +34,17 @@ def test_perplexity_is_infinite_beyond_a_float(loss: float, expected: float) -> 
     assert perplexity(loss) == pytest.approx(expected, nan_ok=True)
 
 
+def test_the_command_at_the_end_can_be_pasted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "my run"
+    (run / "sft").mkdir(parents=True)
+    (run / "summary.json").write_text("{}")
+    print_summary(run, 1.0)
+    out = "".join(capsys.readouterr().out.split())
+    assert out.endswith(f"rlhf_jax.chat'{run}'".replace(" ", ""))
+
+
 def test_a_run_with_dpo_says_what_it_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,7 +29,7 @@ def read_text(value: object, column: str, where: str) -> Text | None:
         ValueError: anything else, or text that is no Unicode.
     """
     if value is None or isinstance(value, str):
-        return value if value is None else _checked(value, f"{where}: column {column!r}")
+        return value if value is None else check_unicode(value, f"{where}: column {column!r}")
     if isinstance(value, Mapping):
         # `datasets` reads a list of structs as a struct of lists where it is declared a Sequence.
         lists = {key: item for key, item in value.items() if isinstance(item, list)}
@@ -55,7 +55,7 @@ def _message(item: object, where: str) -> Message | None:
                     return None
                 if isinstance(role, str) and isinstance(content, str):
                     # Millions of messages share a handful of roles.
-                    return Message(sys.intern(ROLES.get(role, role)), _checked(content, where))
+                    return Message(sys.intern(ROLES.get(role, role)), check_unicode(content, where))
                 raise ValueError(f"{where}: {role_field} or {content_field} is not text")
     raise ValueError(
         f"{where}: {_named(item)}, not a message: it needs role and content (or from and value)"
@@ -68,7 +68,7 @@ def _named(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def _checked(text: str, where: str) -> str:
+def check_unicode(text: str, where: str) -> str:
     """The text; ValueError for half of a surrogate pair, which JSON can hold and no tokenizer
     takes.
     """

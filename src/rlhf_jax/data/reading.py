@@ -58,7 +58,8 @@ class Reading:
 
 @dataclass(frozen=True)
 class _Reader:
-    """How each row of a table becomes a record; `extra` columns go to reward functions.
+    """How each row of a table becomes a record; `extra` columns go to reward functions, and where
+    `rest` is not None all that are not in it, which later rows of JSON may be the first to have.
 
     `read_as` as in `Reading`.
     """
@@ -69,6 +70,7 @@ class _Reader:
     extra: tuple[str, ...]
     merge: Callable[[Numbered], Numbered] | None = None
     read_as: str = ""
+    rest: Collection[str] | None = None
 
 
 def read_table(table: Table, stage: Stage, naming: Naming) -> Reading:
@@ -89,18 +91,29 @@ def read_table(table: Table, stage: Stage, naming: Naming) -> Reading:
         shape_for(columns, stage, table.where), columns, stage
     )  # fmt: skip
     records: list[Example] = []
+    names = dict.fromkeys(reader.extra)
     dropped: Counter[str] = Counter()
     checked = _checked(numbered, reader, table)
     for number, row in reader.merge(checked) if reader.merge else checked:
         record = reader.convert(row, f"{table.where}, {table.unit} {number}")
         if isinstance(record, str):
             dropped[record] += 1
-        elif reader.extra:
-            # Keys are the same for all rows: dictionaries of equal keys share them.
-            records.append(replace(record, columns={name: row.get(name) for name in reader.extra}))
-        else:
-            records.append(record)
-    return Reading(records, dropped, entry.name if entry else None, reader.read_as)
+            continue
+        if reader.rest is not None:
+            names |= dict.fromkeys(name for name in row if name not in reader.rest)
+        records.append(replace(record, columns={n: row.get(n) for n in names}) if names else record)
+    read_as = reader.read_as
+    if len(names) > len(reader.extra):
+        records = [
+            replace(record, columns={n: record.columns.get(n) for n in names}) for record in records
+        ]
+        read_as = "" if entry else said(reader.name, "for reward functions", names)
+    return Reading(records, dropped, entry.name if entry else None, read_as)
+
+
+def said(shape: str, use: str, columns: Collection[str]) -> str:
+    """A shape, and the columns of rows that it does not have."""
+    return f"{shape} (columns {use}: {', '.join(columns)})" if columns else ""
 
 
 def _checked(rows: Numbered, reader: _Reader, table: Table) -> Numbered:
@@ -138,7 +151,8 @@ def _by_entry(entry: Entry, columns: tuple[str, ...], stage: Stage, where: str) 
     if kept is None:
         kept = tuple(name for name in columns if name not in entry.needed)
     extra = kept if stage == "ppo" else ()
-    return _Reader(entry.name, entry.needed, entry.convert, extra, entry.merge)
+    rest = entry.needed if stage == "ppo" and entry.keep is None else None
+    return _Reader(entry.name, entry.needed, entry.convert, extra, entry.merge, rest=rest)
 
 
 def _by_columns(shape: Shape, columns: tuple[str, ...], stage: Stage) -> _Reader:
@@ -167,7 +181,6 @@ def _by_columns(shape: Shape, columns: tuple[str, ...], stage: Stage) -> _Reader
     known = {*shape.columns, *[MARGIN] * has_margin}
     extra = tuple(name for name in columns if name not in known)
     unused = [name for name in extra if not (has_label and name == LABEL)]
-    use = "for reward functions" if stage == "ppo" else "not used"
-    read_as = f"{shape.name} (columns {use}: {', '.join(unused)})" if unused else ""
-    given = extra if stage == "ppo" else ()
-    return _Reader(shape.name, shape.columns, convert, given, read_as=read_as)
+    read_as = said(shape.name, "for reward functions" if stage == "ppo" else "not used", unused)
+    given, rest = (extra, known) if stage == "ppo" else ((), None)
+    return _Reader(shape.name, shape.columns, convert, given, read_as=read_as, rest=rest)

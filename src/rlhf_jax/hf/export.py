@@ -236,7 +236,9 @@ def publish(stage: Path, directory: Path) -> None:
         return
     written = sorted(stage.iterdir(), key=lambda path: path.name == "config.json")
     new = {path.name for path in written}
-    stale = [path for glob in WEIGHT_FILES for path in directory.glob(glob) if path.name not in new]
+    # Beside a tokenizer without a template an older file would be its template.
+    globs = (*WEIGHT_FILES, *["chat_template.jinja"] * ("tokenizer_config.json" in new))
+    stale = [path for glob in globs for path in directory.glob(glob) if path.name not in new]
     for path in written:
         if (directory / path.name).is_dir():
             shutil.rmtree(directory / path.name)

@@ -1,6 +1,6 @@
 """PPO from Python: one iteration a call, on prompts that the caller brings."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import fields, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from rlhf_jax.models.params import (
 from rlhf_jax.stages.ppo import Companions, Programs, means
 from rlhf_jax.stages.ppo_config import PPOConfig
 from rlhf_jax.stages.ppo_rows import RowPacking, Scored, minibatches
+from rlhf_jax.stages.reward import read_statistics
 from rlhf_jax.stages.reward_calls import shown
 from rlhf_jax.stages.reward_functions import GIVEN, RewardFunction, check_takes
 from rlhf_jax.stages.reward_plan import RewardPlan, token_difference
@@ -160,14 +161,9 @@ class PPO:
                     f"prompt {number} has {len(row)} tokens, max_prompt_seq_len="
                     f"{cfg.max_prompt_seq_len}: shorten it or raise max_prompt_seq_len"
                 )
-        for name, values in columns.items():
-            if len(values) != len(tokens):
-                raise ValueError(
-                    f"column {name} has {len(values)} values for {len(tokens)} prompts: give one "
-                    "for each"
-                )
+        by_name = {name: column_of(name, values, len(tokens)) for name, values in columns.items()}
         return [
-            PromptRow(row, number, self._text(prompt), {n: v[number] for n, v in columns.items()})
+            PromptRow(row, number, self._text(prompt), {n: v[number] for n, v in by_name.items()})
             for number, (row, prompt) in enumerate(zip(tokens, prompts, strict=True))
         ]
 
@@ -175,6 +171,24 @@ class PPO:
         if isinstance(prompt, str):
             return prompt
         return str(self.policy.tokenizer.decode(list(prompt), skip_special_tokens=True))
+
+
+def column_of(name: str, values: Sequence[Any], num_prompts: int) -> list[Any]:
+    """A column's values in the order of the prompts: those of a pandas Series by place, not by the
+    labels of its index.
+    """
+    if name in GIVEN:
+        raise ValueError(f"reward functions get {name} from the step: give the column another name")
+    if isinstance(values, str | Set | Mapping) or not isinstance(values, Iterable):
+        raise ValueError(
+            f"column {name} is {shown(values)}: give a list, one value for each prompt"
+        )
+    listed = list(values)
+    if len(listed) != num_prompts:
+        raise ValueError(
+            f"column {name} has {len(listed)} values for {num_prompts} prompts: give one for each"
+        )
+    return listed
 
 
 def make_cast(policy: Model, critic: ModelConfig, config: PPOConfig, *, scored: bool) -> Cast:
@@ -242,6 +256,8 @@ def as_reward_function(function: Callable[..., Any]) -> RewardFunction:
 
 def check_settings(config: PPOConfig) -> None:
     """ValueError where a setting would do nothing, or a schedule has no end."""
+    if not isinstance(config, PPOConfig):
+        raise ValueError(f"the config is {shown(config)}: pass rlhf_jax.PPOConfig(…)")
     usual = PPOConfig()
     names = (field.name for field in fields(config))
     wanted = [n for n in names if n in RUN_ONLY and getattr(config, n) != getattr(usual, n)]
@@ -264,6 +280,8 @@ def check_settings(config: PPOConfig) -> None:
 
 def check_models(policy: Model, judge: Model | None, config: PPOConfig) -> None:
     """ValueError where the models do not belong together, or a batch does not fit them."""
+    if not isinstance(policy, Model):
+        raise ValueError(f"the policy is {shown(policy)}: pass what rlhf_jax.load returns")
     if policy.is_reward_model:
         raise ValueError(f"{policy.name} is a reward model: PPO trains a language model")
     length = config.max_prompt_seq_len + config.max_answer_seq_len
@@ -290,6 +308,17 @@ def check_models(policy: Model, judge: Model | None, config: PPOConfig) -> None:
             f"{policy.name} and {judge.name} are on two meshes: load both with the same mesh and "
             "inference_tp_size"
         )
+    if config.standardize_score:
+        check_statistics(judge)
     difference = token_difference(policy.source, judge.source)
     if difference is not None:
         raise ValueError(f"{difference}: use models of one family")
+
+
+def check_statistics(judge: Model) -> None:
+    """ValueError where a reward model came without the scale of its scores."""
+    try:
+        read_statistics(judge.source)
+    except ValueError as error:  # here nobody has the flag that it names
+        message = str(error).replace("--ppo.no-standardize-score", "standardize_score=False")
+        raise ValueError(message) from error

@@ -1,10 +1,11 @@
 """What people pass in (texts or token ids) as checked rows, and rows in few shapes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set, Sized
 
 import jax
 import numpy as np
 
+from rlhf_jax.data.conversations import check_unicode
 from rlhf_jax.data.encoder import Encoder
 
 type Text = str | Sequence[int] | np.ndarray
@@ -23,20 +24,30 @@ def encode(texts: Sequence[Text], encoder: Encoder, vocab_size: int) -> list[np.
         raise ValueError(
             f"got one string ({texts[:20]!r}) where a list of texts is wanted: put it in []"
         )
-    encoded = encoder.plain([text for text in texts if isinstance(text, str)])
+    # It is gone through more than once, and in order: a generator would be empty the second time.
+    if not isinstance(texts, Sized) or isinstance(texts, Mapping | Set):
+        raise ValueError(
+            f"got a {type(texts).__name__} where a list of texts is wanted: make it a list"
+        )
+    strings = ((n, text) for n, text in enumerate(texts) if isinstance(text, str))
+    encoded = encoder.plain([check_unicode(text, f"text {number}") for number, text in strings])
     rows = []
     for number, text in enumerate(texts):
         is_string = isinstance(text, str)
-        row = check_ids(next(encoded) if is_string else text, vocab_size, f"text {number}")
+        what = f"text {number}"
+        ids = next(encoded) if is_string else text
+        row = check_ids(ids, vocab_size, what, wanted="a string or a list of token ids")
         rows.append(np.asarray([*encoder.prefix, *row], np.int32) if is_string else row)
     return rows
 
 
-def check_ids(ids: Sequence[int] | np.ndarray, vocab_size: int, what: str) -> np.ndarray:
+def check_ids(
+    ids: Sequence[int] | np.ndarray, vocab_size: int, what: str, wanted: str = "a list of token ids"
+) -> np.ndarray:
     """Token ids as int32; ValueError where there are none, or some outside the vocabulary."""
     row = np.asarray(ids)
     if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
-        raise ValueError(f"{what} must be a string or a list of token ids, got {ids!r}")
+        raise ValueError(f"{what} must be {wanted}, got {ids!r}")
     if not row.size:
         raise ValueError(f"{what} is empty: to start from nothing, pass the BOS token as [its id]")
     wrong = row[(row < 0) | (row >= vocab_size)]
@@ -61,9 +72,10 @@ def check_rectangle(
         raise ValueError(f"tokens must have shape [B, T], got {list(tokens_BT.shape)}")
     rows, width = tokens_BT.shape
     lengths_B = np.full(rows, width) if lengths is None else np.asarray(lengths)
-    if lengths_B.shape != (rows,) or lengths_B.min() < 1 or lengths_B.max() > width:
+    whole = lengths_B.shape == (rows,) and np.issubdtype(lengths_B.dtype, np.integer)
+    if not whole or lengths_B.min() < 1 or lengths_B.max() > width:
         raise ValueError(
-            f"lengths must be {rows} numbers from 1 to {width}, one for each row, got "
+            f"lengths must be {rows} whole numbers from 1 to {width}, one for each row, got "
             f"{lengths_B.tolist()}"
         )
     return tokens_BT, lengths_B

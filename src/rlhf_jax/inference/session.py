@@ -40,6 +40,7 @@ from rlhf_jax.inference.rows import (
 from rlhf_jax.inference.streaming import Streamer
 from rlhf_jax.models.params import Params, ScalarModel, generate_layout, store_layout
 from rlhf_jax.runtime.compilation import keep_compiled_programs
+from rlhf_jax.stages.reward import keep_statistics
 
 BATCH_SIZE = 32
 TURNS = 32
@@ -300,6 +301,7 @@ class Model:
         check_directory(target)
         if isinstance(self.params, ScalarModel):
             save_reward_hf(target, self.params, self.config, saved, self.tokenizer, config)
+            keep_statistics(self.source, target)
         else:
             save_hf(target, self.params, self.config, saved, self.tokenizer, config)
 
@@ -324,7 +326,7 @@ class Model:
     def _stop_ids(self, asked: Sequence[int] | int | None) -> tuple[int, ...]:
         if asked is None:
             return self.stop_ids
-        asked = (asked,) if isinstance(asked, int | np.integer) else asked
+        asked = (asked,) if isinstance(asked, int | float | np.number) else asked
         if not len(asked):
             return ()
         return tuple(check_ids(asked, self.config.vocab_size, "stop_ids").tolist())

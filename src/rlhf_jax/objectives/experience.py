@@ -36,11 +36,11 @@ class RewardSettings:
                 raise ValueError(f"{name}={value} is not a discount: use 0 to 1")
         if self.kl_kind not in ("k1", "k3"):
             raise ValueError(f'kl_kind={self.kl_kind!r} is not known: use "k1" or "k3"')
-        if self.kl_coef < 0:
+        if not self.kl_coef >= 0:
             raise ValueError(f"kl_coef={self.kl_coef} would reward divergence: use 0 or more")
-        if self.score_clip is not None and self.score_clip <= 0:
+        if self.score_clip is not None and not self.score_clip > 0:
             raise ValueError(f"score_clip={self.score_clip} keeps no score: use > 0, or null")
-        if self.missing_eos_penalty is not None and self.missing_eos_penalty < 0:
+        if self.missing_eos_penalty is not None and not self.missing_eos_penalty >= 0:
             raise ValueError(
                 f"missing_eos_penalty={self.missing_eos_penalty} would reward answers that never "
                 "stop: use 0 or more (it is subtracted), or null"

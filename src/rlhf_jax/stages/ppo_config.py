@@ -13,7 +13,7 @@ from rlhf_jax.models.narrow import Narrow
 from rlhf_jax.objectives.adaptive import AdaptiveKL
 from rlhf_jax.objectives.experience import RewardSettings
 from rlhf_jax.objectives.rollout_correction import DEFAULT_THRESHOLD
-from rlhf_jax.stages.ranges import check_at_least, check_parts
+from rlhf_jax.stages.ranges import check_at_least, check_kinds, check_parts
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,7 @@ class PPOConfig:
     """What the backward pass computes anew (docs/memory.md): auto, as little as memory allows."""
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         check_at_least(self, 1, "batch_size", "minibatch_size", "gradient_accumulation_steps")
         check_at_least(self, 1, "max_prompt_buckets", "max_prompt_seq_len", "max_answer_seq_len")
         check_at_least(self, 0, "num_eval_prompts", "target_kl", "min_answer_len")

@@ -1,7 +1,7 @@
 """The prompts of step 3: batches to answer in training, and held-out ones for evaluation."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from rlhf_jax.data.batches import (
@@ -44,6 +44,22 @@ class PromptData:
         return {what: one.fingerprint for what, one in loaders.items() if one is not None}
 
 
+def with_all_columns(*parts: Sequence[PromptRow]) -> list[list[PromptRow]]:
+    """Rows that all have every further column, None where their source lacks it: a reward function
+    gets the same ones whatever rows are in a batch.
+    """
+    names = dict.fromkeys(name for rows in parts for row in rows for name in row.columns)
+    return [
+        [
+            row
+            if len(row.columns) == len(names)
+            else replace(row, columns={name: row.columns.get(name) for name in names})
+            for row in rows
+        ]
+        for rows in parts
+    ]
+
+
 def ppo_data(run: Run, actor: Pretrained) -> PromptData:
     """Reads, tokenises and batches prompts. Where nothing is held out, evaluation is empty."""
     cfg = run.cfg.ppo
@@ -69,5 +85,6 @@ def ppo_data(run: Run, actor: Pretrained) -> PromptData:
     )
     starts = range(0, len(held_out), cfg.batch_size)
     evaluation = [collate(held_out[n : n + cfg.batch_size], cfg.batch_size) for n in starts]
-    by_id = {row.sample_id: row for row in rows}
+    complete, held_out = with_all_columns(rows, held_out)
+    by_id = {row.sample_id: row for row in complete}
     return PromptData(train, evaluation, held_out, max(buckets), by_id, ptx_loader(run.cfg, actor))

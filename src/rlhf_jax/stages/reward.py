@@ -182,6 +182,17 @@ def write_statistics(directory: Path, means: Metrics) -> None:
         replace_text(directory / STATISTICS_FILE, text + "\n")
 
 
+def keep_statistics(model: Pretrained, directory: Path) -> None:
+    """Puts the statistics of a reward model beside a copy of it; without any, none stay there."""
+    if jax.process_index() != 0:
+        return
+    path = model.home / STATISTICS_FILE if model.home else None
+    if path is None or not path.exists():
+        (directory / STATISTICS_FILE).unlink(missing_ok=True)
+    else:
+        replace_text(directory / STATISTICS_FILE, path.read_text(encoding="utf-8"))
+
+
 def read_statistics(model: Pretrained) -> tuple[float, float]:
     """Mean and deviation of a reward model's scores; ValueError where it came without them."""
     path = model.home / STATISTICS_FILE if model.home else None

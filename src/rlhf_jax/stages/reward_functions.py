@@ -84,10 +84,6 @@ def load_function(source: str) -> Callable[..., Any]:
         raise ValueError(
             f"--ppo.reward-fn={source}: {name} is a {type(function).__name__}, not a function"
         )
-    if inspect.iscoroutinefunction(function):
-        raise ValueError(
-            f"--ppo.reward-fn={source}: {name} is async, and nothing awaits it: make it plain"
-        )
     check_takes(source, function, GIVEN)
     return function
 
@@ -134,7 +130,11 @@ def import_file(file: Path) -> ModuleType:
 
 
 def check_takes(source: str, function: Callable[..., Any], names: Sequence[str]) -> None:
-    """ValueError where a function cannot be called with these keywords."""
+    """ValueError where a function cannot be called with these keywords, or does not return scores
+    but promises them.
+    """
+    if inspect.iscoroutinefunction(function):
+        raise ValueError(f"--ppo.reward-fn={source} is async, and nothing awaits it: make it plain")
     try:
         signature = inspect.signature(function)
     except ValueError:  # some built-in callables have none

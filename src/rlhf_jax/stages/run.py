@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import shutil
 import signal
 import zlib
@@ -287,11 +288,12 @@ def check_same_settings(
         if name in before and str(before[name]) != str(now[name])
     ]
     if differing:
+        path = Path(cfg.output_dir) / CONFIG_FILE
         raise ValueError(
             f"--resume: {cfg.output_dir} was started with other settings:\n  "
             + "\n  ".join(differing)
-            + f"\nuse the same ones (--resume --config={Path(cfg.output_dir) / CONFIG_FILE}), or a "
-            "new --output-dir"
+            + f"\nuse the same ones (--resume --config={shlex.quote(str(path))}), or a new "
+            "--output-dir"
         )
 
 

@@ -1,6 +1,7 @@
 """The table at the end of a run: what each stage reached, and what PPO or DPO changed."""
 
 import os
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def print_summary(directory: Path, seconds: float) -> None:
     say(f"  {directory / 'metrics.jsonl'}, {samples}{directory / 'config.yaml'}")
     if any((directory / name).exists() for name in ("actor", "dpo", "sft")):
         runner = "uv run " if "UV_RUN_RECURSION_DEPTH" in os.environ else ""
-        say(f"try it: {runner}python -m rlhf_jax.chat {directory}")
+        say(f"try it: {runner}python -m rlhf_jax.chat {shlex.quote(str(directory))}")
 
 
 def print_ppo(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
