@@ -143,7 +143,9 @@ def advance(state: State, found: Pass, rule: Rule, floor: jax.Array) -> State:
     # The likeliest is kept, and so is a candidate whose masses are NaN: every search ends.
     others = next_logit > state.logit
     gone = before >= rule.top_p * state.most if rule.weighs else jnp.zeros_like(beyond)
-    gone = others & (gone | (fresh & (beyond | (state.pivot < floor))))
+    # A pivot of -inf: there is no candidate yet.
+    low = (state.pivot < floor) | (state.pivot == -jnp.inf)
+    gone = others & (gone | (fresh & (beyond | low)))
     kept = (state.kind != GUESS) & ~gone
     if rule.bounds:
         kept &= ~(others & (before >= rule.top_p * state.least))

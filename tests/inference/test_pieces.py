@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from rlhf_jax.data.byte_tokenizer import EOS_ID, byte_tokenizer
 from rlhf_jax.data.encoder import text_behind
-from rlhf_jax.inference.pieces import BROKEN, Limit, text_pieces, trimmed, until
+from rlhf_jax.inference.pieces import BROKEN, Limit, common_length, text_pieces, trimmed, until
 
 TEXT = "naïve 🙂 café — 日本語!"
 
@@ -28,6 +30,18 @@ def test_bytes_that_never_become_a_character_are_told_at_the_end() -> None:
         ids = rng.integers(0, 256, 12).tolist()
         pieces = text_pieces(tokenizer, [65], [[i] for i in ids], (EOS_ID,))
         assert "".join(pieces) == text_behind([65], ids, tokenizer)
+
+
+def test_what_follows_such_bytes_is_told_where_they_take_characters_back() -> None:
+    """Llama 2's way: neighbouring bytes are characters together, or none of them is."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256}
+    model = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
+    model.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model)
+    ids = [256, *"é".encode(), 0xF0, 0x9F, 256, 256]
+    assert text_behind([256], ids, tokenizer) == "a" + 4 * BROKEN + "aa"
+    pieces = list(text_pieces(tokenizer, [256], [[i] for i in ids], ()))
+    assert pieces == ["a", "é", 4 * BROKEN + "a", "a"]
 
 
 @pytest.mark.parametrize("size", range(1, 9))
@@ -71,3 +85,8 @@ def test_an_answer_is_cut_off_where_it_has_no_end(chunks: list[list[int]], reach
     assert limit.reached == reached
     next(limit.watch(chunks))
     assert not limit.reached, "nobody waited for the end"
+
+
+def test_common_length() -> None:
+    for first, second, want in [("abc", "abX", 2), ("", "a", 0), ("ab", "abc", 2), ("ab", "ab", 2)]:
+        assert common_length([*map(ord, first)], [*map(ord, second)]) == want

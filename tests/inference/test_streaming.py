@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import rlhf_jax
-from rlhf_jax.inference.streaming import FED_AT_ONCE, TOKENS_A_CALL, common_length
+from rlhf_jax.inference.streaming import FED_AT_ONCE, TOKENS_A_CALL
 
 SAMPLED = {"max_new_tokens": 20, "temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2}
 FIRST = [1, 10, 11, 12]
@@ -109,8 +109,3 @@ def test_what_does_not_fit_is_explained(llama, scorer, sampled) -> None:
         llama.streamer(max_new_tokens=64)
     with pytest.raises(ValueError, match="is a reward model, it gives no answers"):
         scorer.streamer()
-
-
-def test_common_length() -> None:
-    for first, second, want in [("abc", "abX", 2), ("", "a", 0), ("ab", "abc", 2), ("ab", "ab", 2)]:
-        assert common_length([*map(ord, first)], [*map(ord, second)]) == want

@@ -118,6 +118,15 @@ def test_a_list_leaves_out_nothing_that_counts(spread: float) -> None:
     assert_kernel_draws("list", case, -np.sort(-arrays(case)[0], axis=1))
 
 
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_fewer_tokens_are_possible_than_k(kernel: str) -> None:
+    case = cases.SamplingCase("few_possible", 12, 300, top_k=200)
+    logits = arrays(case)[0]
+    logits[:, 100:] = -np.inf
+    assert_kernel_draws(kernel, case, logits)
+
+
 def test_noise_of_a_token_is_that_of_all() -> None:
     keys, tokens = some_keys(3), np.array([0, 5, 999])
     some = jax.jit(gumbel)(keys[:, :1], keys[:, 1:], tokens[None])

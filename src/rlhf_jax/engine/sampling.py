@@ -1,6 +1,5 @@
 """Choosing the next token: greedy, temperature, top-k, top-p, with a key for every sample."""
 
-import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,6 +11,10 @@ from kernels_pallas.truncated_sampling.api import truncated_sampling
 from meshes.layout import Layout
 from meshes.reshard import local_shards
 from rlhf_jax.engine.noise import gumbel_noise, gumbel_noise_from, sample_keys
+
+LARGEST = 1e30
+"""Logits that are divided by more than this, or by less than its inverse, leave float32: they
+become infinite, or NaN where they are infinite."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,11 @@ class SamplingConfig:
                 f"min_new_tokens={self.min_new_tokens} must lie between 0 and "
                 f"max_new_tokens={self.max_new_tokens}"
             )
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
+        if self.temperature != 0 and not 1 / LARGEST <= self.temperature <= LARGEST:
+            raise ValueError(
+                f"temperature must be 0 (greedy) or positive, from {1 / LARGEST:g} to "
+                f"{LARGEST:g}, got {self.temperature}"
+            )
         if self.top_k < 0 or not 0 < self.top_p <= 1:
             raise ValueError(
                 f"top_k must be 0 (off) or positive and top_p in (0, 1], got top_k={self.top_k}, "
@@ -50,9 +56,10 @@ class SamplingConfig:
             )
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must lie in [0, 1] (0 is off), got {self.min_p}")
-        if not 0 < self.repetition_penalty < math.inf:
+        if not 1 / LARGEST <= self.repetition_penalty <= LARGEST:
             raise ValueError(
-                f"repetition_penalty must be positive (1 is off), got {self.repetition_penalty}"
+                f"repetition_penalty must be positive (1 is off), from {1 / LARGEST:g} to "
+                f"{LARGEST:g}, got {self.repetition_penalty}"
             )
 
     @property

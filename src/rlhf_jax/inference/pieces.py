@@ -1,6 +1,7 @@
 """Text that comes in pieces: tokens to characters, and where an answer begins and ends."""
 
 from collections.abc import Collection, Generator, Iterable, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,18 +19,26 @@ def text_pieces(
 ) -> Generator[str]:
     """The text of tokens as they come; joined it is `Generation.text`.
 
-    Bytes at the end that are no whole character wait for the tokens behind them.
+    Bytes at the end that are no whole character wait for the tokens behind them. Where they never
+    become one, some tokenizers (Llama 2's, Mistral's) take back the characters of bytes in front of
+    them: those have been told, and stay.
     """
     front, answer, told = list(prompt), [], ""
     for chunk in chunks:
         answer += [token for token in chunk if token not in stop_ids]
         text = text_behind(front, answer, tokenizer).rstrip(BROKEN)
-        if text.startswith(told) and text != told:
-            yield text[len(told) :]
+        if not told.startswith(text):
+            yield text[common_length(told, text) :]
             told = text
     text = text_behind(front, answer, tokenizer)
-    if text.startswith(told) and text != told:
-        yield text[len(told) :]
+    if not told.startswith(text):
+        yield text[common_length(told, text) :]
+
+
+def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """How many tokens or characters both begin with."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 class Limit:

@@ -17,7 +17,7 @@ from rlhf_jax.engine.generate import Decoding, LoopState, decode_until, for_deco
 from rlhf_jax.engine.graphs import graph_options
 from rlhf_jax.engine.hybrid import HybridEngine
 from rlhf_jax.engine.sampling import SamplingConfig
-from rlhf_jax.inference.pieces import text_pieces
+from rlhf_jax.inference.pieces import common_length, text_pieces
 from rlhf_jax.inference.rows import check_ids
 from rlhf_jax.models.cache import CACHE_AXES, KVCache
 from rlhf_jax.models.chunk import feed
@@ -173,12 +173,6 @@ class Streamer:
 
     def _alike(self, row: np.ndarray | np.int32) -> np.ndarray:
         return np.repeat(np.asarray(row)[None], self._num_rows, axis=0)
-
-
-def common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens both begin with."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _empty_cache(length: int, dtype: jnp.dtype, decoding: Decoding) -> KVCache:
