@@ -10,6 +10,7 @@ import pandas
 import pytest
 
 import rlhf_jax
+from rlhf_jax.inference.ppo import column_of
 from rlhf_jax.models.lora import LoRAConfig
 
 CONFIG = rlhf_jax.PPOConfig(
@@ -203,6 +204,25 @@ def test_columns_go_with_the_prompts_by_their_place(learned) -> None:
     learned["ppo"].step(rows["prompt"], level=rows["level"])
     assert learned["judge"].seen[-1]["prompts"] == PROMPTS
     assert learned["judge"].seen[-1]["level"] == list(range(7))
+
+
+class Places:
+    """A sequence as Python has had them always: nothing says that it is iterable."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, place: int) -> int:
+        return range(5, 7)[place]
+
+
+def test_a_column_is_anything_with_values_in_an_order() -> None:
+    columns: list[Any] = [Places(), np.arange(5, 7), jax.numpy.arange(5, 7), (5, 6)]
+    assert [column_of("level", values, 2) for values in columns] == [[5, 6]] * 4
+    refused: list[Any] = [np.array(5), jax.numpy.int32(5), {5, 6}, {5: 6, 6: 7}, None]
+    for values in refused:
+        with pytest.raises(ValueError, match="^column level is .*: give a list, one value"):
+            column_of("level", values, 2)
 
 
 def test_prompts_that_do_not_fit_a_step_are_refused(learned) -> None:

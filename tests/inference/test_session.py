@@ -11,7 +11,7 @@ import rlhf_jax
 from rlhf_jax.cli.deepspeed_names import VALUES
 from rlhf_jax.inference import session
 from rlhf_jax.inference.dtypes import SHORT
-from rlhf_jax.stages.reward import read_statistics
+from rlhf_jax.stages.statistics_file import read_statistics
 
 PROMPTS = ["w10 w11 w12", "w40", [1, 60, 61, 62, 63, 64]]
 

@@ -150,7 +150,8 @@ def test_what_a_setting_cannot_be_is_refused(changes: dict[str, Any], message: s
 
 
 def test_numbers_of_numpy_are_numbers_and_nan_is_none() -> None:
-    assert PPOConfig(batch_size=np.int64(8)).batch_size == 8  # pyright: ignore[reportArgumentType]
+    given: dict[str, Any] = {"batch_size": np.int64(8), "packing": np.bool(True)}
+    assert PPOConfig(**given).packing
     with pytest.raises(ValueError, match="clip_range must be at least 0, got nan"):
         PPOConfig(clip_range=float("nan"))
 

@@ -13,7 +13,8 @@ from meshes.reshard import put_batch
 from rlhf_jax.data.batches import collate_pairs
 from rlhf_jax.data.tokenize import PairRow
 from rlhf_jax.hf.pretrained import find_pretrained
-from rlhf_jax.stages.reward import pair_batch_loss, read_statistics, write_statistics
+from rlhf_jax.stages.reward import pair_batch_loss
+from rlhf_jax.stages.statistics_file import read_statistics, write_statistics
 from rlhf_jax.stages.supervised_config import RewardConfig
 from tests.engine.drive import Driver
 from tests.models.cases import OPT

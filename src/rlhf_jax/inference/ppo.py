@@ -1,6 +1,6 @@
 """PPO from Python: one iteration a call, on prompts that the caller brings."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import fields, replace
 from typing import Any
 
@@ -29,12 +29,12 @@ from rlhf_jax.models.params import (
 from rlhf_jax.stages.ppo import Companions, Programs, means
 from rlhf_jax.stages.ppo_config import PPOConfig
 from rlhf_jax.stages.ppo_rows import RowPacking, Scored, minibatches
-from rlhf_jax.stages.reward import read_statistics
 from rlhf_jax.stages.reward_calls import shown
 from rlhf_jax.stages.reward_functions import GIVEN, RewardFunction, check_takes
 from rlhf_jax.stages.reward_plan import RewardPlan, token_difference
 from rlhf_jax.stages.roles import Cast, Roles
 from rlhf_jax.stages.scores import HostScorer
+from rlhf_jax.stages.statistics_file import read_statistics
 from rlhf_jax.stages.trainable import copied
 
 type Reward = Model | Callable[..., Any]
@@ -179,11 +179,14 @@ def column_of(name: str, values: Sequence[Any], num_prompts: int) -> list[Any]:
     """
     if name in GIVEN:
         raise ValueError(f"reward functions get {name} from the step: give the column another name")
-    if isinstance(values, str | Set | Mapping) or not isinstance(values, Iterable):
+    try:
+        listed = None if isinstance(values, str | Set | Mapping) else list(values)
+    except TypeError:  # a number, or an array of no dimension, which says that it is iterable
+        listed = None
+    if listed is None:
         raise ValueError(
             f"column {name} is {shown(values)}: give a list, one value for each prompt"
         )
-    listed = list(values)
     if len(listed) != num_prompts:
         raise ValueError(
             f"column {name} has {len(listed)} values for {num_prompts} prompts: give one for each"

@@ -40,7 +40,7 @@ from rlhf_jax.inference.rows import (
 from rlhf_jax.inference.streaming import Streamer
 from rlhf_jax.models.params import Params, ScalarModel, generate_layout, store_layout
 from rlhf_jax.runtime.compilation import keep_compiled_programs
-from rlhf_jax.stages.reward import keep_statistics
+from rlhf_jax.stages.statistics_file import keep_statistics
 
 BATCH_SIZE = 32
 TURNS = 32

@@ -13,7 +13,8 @@ from rlhf_jax.stages.rollout_slots import common_limit
 BANDWIDTH = 4e12
 """Bytes a second that an H200 reads of weights."""
 SUM_LATENCY = 20e-6
-"""Seconds of a small sum over two H200s in a decode step's graph (OPT-1.3B, 128 rows, 48 sums)."""
+"""Seconds of a sum over two H200s in a decode step's graph beside what it carries (18 us, rounded
+up: OPT-1.3B, 128 rows, 48 sums)."""
 LINK_BANDWIDTH = 250e9
 """Bytes a second that an H200 receives from others of its host (an all-gather of 4 GB)."""
 

@@ -5,8 +5,10 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-KINDS: dict[Any, tuple[type, str]] = {
-    bool: (bool, "True or False"),
+import numpy as np
+
+KINDS: dict[Any, tuple[Any, str]] = {
+    bool: (bool | np.bool, "True or False"),
     int: (Integral, "a whole number"),
     float: (Real, "a number"),
 }

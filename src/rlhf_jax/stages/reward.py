@@ -1,8 +1,6 @@
 """Step 2: the reward model, from pairs of a better and a worse answer."""
 
-import json
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,7 +22,6 @@ from rlhf_jax.models.params import (
 )
 from rlhf_jax.models.scoring import scalar_scores, take_positions
 from rlhf_jax.objectives.losses import Metrics, PairwiseLoss, last_token_loss, pairwise_loss
-from rlhf_jax.runtime.disk import replace_text
 from rlhf_jax.runtime.log import say
 from rlhf_jax.stages.rows import (
     PAD_MULTIPLE,
@@ -34,11 +31,11 @@ from rlhf_jax.stages.rows import (
     stage_rows,
 )
 from rlhf_jax.stages.run import Run
+from rlhf_jax.stages.statistics_file import write_statistics
 from rlhf_jax.stages.supervised import Task, train_supervised
 from rlhf_jax.stages.supervised_config import RewardConfig
 from rlhf_jax.stages.trainable import export_adapter, load_trainable
 
-STATISTICS_FILE = "score_statistics.json"
 STATISTICS_BATCHES = 16
 
 
@@ -170,36 +167,3 @@ def pair_batch_loss(
         "score_rejected": (pairs.rejected_scores_B * share).sum(),
         "score_square": (jnp.square(both).mean(0) * share).sum(),
     }
-
-
-def write_statistics(directory: Path, means: Metrics) -> None:
-    """Mean and deviation of the scores of training answers, beside the model."""
-    values = {name: float(value) for name, value in jax.device_get(means).items()}
-    mean = (values["score_chosen"] + values["score_rejected"]) / 2
-    deviation = max(values["score_square"] - mean**2, 1e-12) ** 0.5
-    if jax.process_index() == 0:
-        text = json.dumps({"mean": mean, "std": deviation})
-        replace_text(directory / STATISTICS_FILE, text + "\n")
-
-
-def keep_statistics(model: Pretrained, directory: Path) -> None:
-    """Puts the statistics of a reward model beside a copy of it; without any, none stay there."""
-    if jax.process_index() != 0:
-        return
-    path = model.home / STATISTICS_FILE if model.home else None
-    if path is None or not path.exists():
-        (directory / STATISTICS_FILE).unlink(missing_ok=True)
-    else:
-        replace_text(directory / STATISTICS_FILE, path.read_text(encoding="utf-8"))
-
-
-def read_statistics(model: Pretrained) -> tuple[float, float]:
-    """Mean and deviation of a reward model's scores; ValueError where it came without them."""
-    path = model.home / STATISTICS_FILE if model.home else None
-    if path is None or not path.exists():
-        raise ValueError(
-            f"the reward model {model.name} has no {STATISTICS_FILE}, which step 2 writes: train "
-            "it with step 2, or use its scores as they are with --ppo.no-standardize-score"
-        )
-    values = json.loads(path.read_text(encoding="utf-8"))
-    return values["mean"], values["std"]

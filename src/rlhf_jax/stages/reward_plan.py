@@ -9,12 +9,12 @@ from rlhf_jax.data.tokenize import PromptRow
 from rlhf_jax.hf.pretrained import Pretrained, find_pretrained
 from rlhf_jax.stages.ppo_config import PPOConfig
 from rlhf_jax.stages.retokenized import TextWriter, example
-from rlhf_jax.stages.reward import read_statistics
 from rlhf_jax.stages.reward_functions import (
     RewardFunction,
     check_columns,
     load_reward_functions,
 )
+from rlhf_jax.stages.statistics_file import read_statistics
 
 
 @dataclass(frozen=True)
