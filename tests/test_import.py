@@ -18,6 +18,7 @@ seconds = time.perf_counter() - began
 assert {"load", "Model", "Generation"} <= set(dir(rlhf_jax))
 assert "transformers" not in sys.modules
 rlhf_jax.load
+assert "rlhf_jax.stages.run" not in sys.modules  # generating needs nothing that trains
 jax.config.update("jax_num_cpu_devices", 3)  # an error once a device was touched
 assert jax.device_count() == 3
 print(seconds)
