@@ -61,6 +61,17 @@ def test_shards_are_counted_from_zero_or_one(tmp_path: Path, first: int) -> None
     assert loaded(tmp_path).records == [Record("", "0"), Record("", "1")]
 
 
+def test_a_column_that_the_first_row_lacks_is_none_there_and_said(tmp_path: Path) -> None:
+    rows = [{"prompt": "p"}, {"prompt": "q", "gold": "7"}, {"prompt": "r", "level": 1}]
+    source = loaded(write(tmp_path / "a.jsonl", *rows), "ppo")
+    assert [record.columns for record in source.records] == [
+        {"gold": None, "level": None},
+        {"gold": "7", "level": None},
+        {"gold": None, "level": 1},
+    ]
+    assert str(source).endswith("read as prompt (columns for reward functions: gold, level)")
+
+
 def test_a_margin_counts_though_the_first_row_has_none(tmp_path: Path) -> None:
     row = {"prompt": "p", "chosen": "c", "rejected": "r"}
     source = loaded(write(tmp_path / "a.jsonl", row, row | {"margin": 2}), "reward")

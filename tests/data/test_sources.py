@@ -153,19 +153,6 @@ def test_a_column_that_a_later_row_lacks_is_none_there(tmp_path: Path) -> None:
     assert columns == [{"level": 1}, {"level": None}]
 
 
-def test_a_column_that_the_first_row_lacks_is_none_there_and_said(tmp_path: Path) -> None:
-    rows = [{"prompt": "p"}, {"prompt": "q", "gold": "7"}, {"prompt": "r", "level": 1}]
-    path = str(write(tmp_path / "a.jsonl", rows))
-    columns = [record.columns for record in load_records(path, stage="ppo")]
-    assert columns == [
-        {"gold": None, "level": None},
-        {"gold": "7", "level": None},
-        {"gold": None, "level": 1},
-    ]
-    source = load_source(path, split="train", stage="ppo")
-    assert str(source).endswith("read as prompt (columns for reward functions: gold, level)")
-
-
 def test_margins_are_read_and_may_be_unknown(tmp_path: Path) -> None:
     rows = [{**row, "margin": margin} for row, margin in zip(ROWS, (2, -0.5, None), strict=True)]
     for name in ("a.jsonl", "a.parquet"):

@@ -107,11 +107,11 @@ def read_table(table: Table, stage: Stage, naming: Naming) -> Reading:
         records = [
             replace(record, columns={n: record.columns.get(n) for n in names}) for record in records
         ]
-        read_as = "" if entry else said(reader.name, "for reward functions", names)
+        read_as = "" if entry else described(reader.name, "for reward functions", names)
     return Reading(records, dropped, entry.name if entry else None, read_as)
 
 
-def said(shape: str, use: str, columns: Collection[str]) -> str:
+def described(shape: str, use: str, columns: Collection[str]) -> str:
     """A shape, and the columns of rows that it does not have."""
     return f"{shape} (columns {use}: {', '.join(columns)})" if columns else ""
 
@@ -181,6 +181,8 @@ def _by_columns(shape: Shape, columns: tuple[str, ...], stage: Stage) -> _Reader
     known = {*shape.columns, *[MARGIN] * has_margin}
     extra = tuple(name for name in columns if name not in known)
     unused = [name for name in extra if not (has_label and name == LABEL)]
-    read_as = said(shape.name, "for reward functions" if stage == "ppo" else "not used", unused)
+    read_as = described(
+        shape.name, "for reward functions" if stage == "ppo" else "not used", unused
+    )
     given, rest = (extra, known) if stage == "ppo" else ((), None)
     return _Reader(shape.name, shape.columns, convert, given, read_as=read_as, rest=rest)

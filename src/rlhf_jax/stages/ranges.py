@@ -26,8 +26,8 @@ def check_at_least(owner: object, minimum: float, *names: str) -> None:
 
 
 def check_kinds(owner: Any) -> None:
-    """ValueError naming the first field of a dataclass whose value is none of its type: a name that
-    is not known, or no number. Flags have their types already, what is written in Python has not.
+    """ValueError naming the first field of a dataclass that wants one of some names, a number or a
+    flag, and has none. What the command line read has its type, what is written in Python has not.
     """
     hints = get_type_hints(type(owner))
     for field in dataclasses.fields(owner):
